@@ -1,0 +1,62 @@
+"""Put a fast BLAS in front of the reference BLAS that MLX's Linux CPU wheel links.
+
+The wheel's netlib BLAS reaches about 2 GFLOP/s. MLX resolves ``cblas_sgemm`` through the global symbol
+table, so an OpenBLAS loaded there first serves it instead. This module imports neither MLX nor anything
+else of ours, and does nothing on other systems or when the CUDA build of MLX is installed.
+"""
+
+import ctypes
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+loaded: str | None = None
+"""Path of the BLAS library in use, or None when the one that MLX links is used."""
+
+
+def _candidates() -> Iterator[str]:
+    if named := os.environ.get("AERIE_BLAS"):
+        yield named
+        return
+    # find_spec, not import: the package's own module has side effects we do not need.
+    spec = importlib.util.find_spec("scipy_openblas32")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        yield from (str(path) for path in sorted(Path(folder, "lib").glob("libopenblas*.so")))
+    for folder in sys.path:
+        if Path(folder, "cmeel.prefix/lib/libopenblas.so").exists():
+            yield str(Path(folder, "cmeel.prefix/lib/libopenblas.so"))
+    yield "libopenblas.so.0"
+
+
+def preload() -> None:
+    """Load the first usable BLAS. ``AERIE_BLAS`` names a library, or ``off`` to leave MLX's own."""
+    global loaded
+    if loaded or sys.platform != "linux" or os.environ.get("AERIE_BLAS") == "off":
+        return
+    if "mlx.core" in sys.modules:
+        warnings.warn("import aerie's packages before mlx.core: MLX now uses its slow reference BLAS", stacklevel=3)
+        return
+    for path in _candidates():
+        try:
+            library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            library.cblas_sgemm  # noqa: B018 - libraries with renamed symbols (scipy_cblas_*) do not help
+        except (OSError, AttributeError):
+            continue
+        loaded = path
+        return
+    if importlib.util.find_spec("mlx_cpu") or not importlib.util.find_spec("mlx"):
+        warnings.warn(
+            "no fast BLAS found: the CPU backend will be 10 to 70 times slower (pip install scipy-openblas32==0.3.23.293)",
+            stacklevel=3,
+        )
+
+
+def set_threads(count: int) -> bool:
+    """Limit the loaded BLAS to ``count`` threads; False when no BLAS of ours is loaded."""
+    if not loaded:
+        return False
+    ctypes.CDLL(loaded).openblas_set_num_threads(ctypes.c_int(count))
+    return True

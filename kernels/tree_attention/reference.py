@@ -1,0 +1,62 @@
+"""Tree attention in plain MLX: queries attend to a prefix and to their own ancestors."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class TreeMask:
+    """Which keys each of n new rows sees: all of a prefix, then ancestors and self.
+
+    Attributes:
+        prefix: Rows in the cache before the new ones; the key at index j sits at position j.
+        ancestors: [n, n] bool, ``ancestors[i, j]`` when row j is row i or an ancestor; None for a chain.
+        positions: [n] absolute position of each row.
+    """
+
+    prefix: int
+    ancestors: NDArray[np.bool_] | None
+    positions: NDArray[np.int32]
+
+    def array(self, window: int | None) -> mx.array | str | None:
+        """What ``mx.fast.scaled_dot_product_attention`` takes; true entries are kept.
+
+        Args:
+            window: Sliding window: a key is seen while ``position_q - position_k < window``.
+        """
+        rows = len(self.positions)
+        slides = window is not None and int(self.positions.max()) >= window
+        if self.ancestors is None and not slides:
+            return None if rows == 1 else "causal"
+        own = np.tri(rows, dtype=np.bool_) if self.ancestors is None else self.ancestors
+        mask = np.concatenate([np.ones((rows, self.prefix), np.bool_), own], axis=1)
+        if slides:
+            keys = np.concatenate([np.arange(self.prefix), self.positions])
+            mask &= self.positions[:, None] - keys[None] < window
+        return mx.array(mask)
+
+
+def tree_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | str | None,
+    scale: float,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Masked attention of new rows over a cache that already holds their keys and values.
+
+    Args:
+        queries: [1, heads, n, d].
+        keys, values: [1, kv_heads, prefix + n, d].
+        mask: From ``TreeMask.array``, or a bool array [n, prefix + n].
+        scale: Multiplies the scores.
+        sinks: [heads] extra logits that take attention and give nothing, or None.
+
+    Returns:
+        [1, heads, n, d].
+    """
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)

@@ -1,0 +1,1 @@
+"""What every service stands on. Knows nothing of language models."""

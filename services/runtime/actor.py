@@ -1,0 +1,149 @@
+"""Actors: asyncio tasks with a bounded mailbox, ask with a deadline, supervision and drain."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+M = TypeVar("M")
+log = logging.getLogger(__name__)
+
+
+class MailboxFull(Exception):
+    """The actor does not keep up with what it is told."""
+
+
+class ActorStopped(ConnectionError):
+    """The actor has stopped or failed."""
+
+
+class Actor(Generic[M]):
+    """A task that handles one message at a time.
+
+    Subclasses implement ``handle``. An exception in it goes to ``on_error``, which re-raises by default and so
+    ends the task; a supervisor may restart it.
+
+    Args:
+        name: Shown in logs and task names.
+        capacity: Most messages that wait; ``tell`` raises MailboxFull beyond it.
+    """
+
+    def __init__(self, name: str, capacity: int = 1024) -> None:
+        self.name = name
+        self._mailbox: asyncio.Queue[M] = asyncio.Queue(capacity)
+        self._task: asyncio.Task[None] | None = None
+        self._draining = False
+
+    async def handle(self, message: M) -> None:
+        raise NotImplementedError
+
+    async def started(self) -> None:
+        """Runs in the actor's task before the first message."""
+
+    async def stopped(self) -> None:
+        """Runs in the actor's task after the last message, also after a failure."""
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=self.name)
+
+    @property
+    def alive(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def tell(self, message: M) -> None:
+        """Queue a message.
+
+        Raises:
+            MailboxFull: ``capacity`` messages wait already.
+            ActorStopped: The actor does not run, or drains.
+        """
+        if not self.alive or self._draining:
+            raise ActorStopped(f"{self.name} has stopped")
+        try:
+            self._mailbox.put_nowait(message)
+        except asyncio.QueueFull:
+            raise MailboxFull(f"{self.name} has {self._mailbox.maxsize} messages waiting") from None
+
+    async def ask(self, make: Callable[["asyncio.Future[Any]"], M], deadline: float | None = None) -> Any:
+        """Tell ``make(reply)`` and wait for the reply.
+
+        Raises:
+            TimeoutError: No reply within ``deadline`` seconds.
+            ActorStopped: The actor stopped before replying.
+        """
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.tell(make(reply))
+        assert self._task is not None
+        async with asyncio.timeout(deadline):
+            await asyncio.wait((reply, self._task), return_when=asyncio.FIRST_COMPLETED)
+        if not reply.done():
+            raise ActorStopped(f"{self.name} stopped before it replied")
+        return reply.result()
+
+    async def drain(self, deadline: float | None = None) -> None:
+        """Handle what has been told, take nothing more, then stop; cancelled at the deadline."""
+        self._draining = True
+        if self._task is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline):
+                await self._mailbox.join()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Cancel the actor and wait for it."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await self._task
+
+    async def on_error(self, message: M, error: Exception) -> None:
+        raise error
+
+    async def _run(self) -> None:
+        try:
+            await self.started()
+            while True:
+                message = await self._mailbox.get()
+                try:
+                    await self.handle(message)
+                except Exception as error:
+                    await self.on_error(message, error)
+                finally:
+                    self._mailbox.task_done()
+                    del message
+        finally:
+            await self.stopped()
+
+
+async def supervise(
+    make: Callable[[], Actor[Any]],
+    started: Callable[[Actor[Any]], None],
+    backoff: tuple[float, ...] = (0.1, 0.5, 2.0),
+) -> None:
+    """Keep one actor running: restart it after a failure, waiting longer each time, then give up and raise.
+
+    Args:
+        make: Builds a fresh actor.
+        started: Told of every actor that runs.
+        backoff: Seconds before each restart; its length bounds the restarts.
+    """
+    for delay in (*backoff, None):
+        actor = make()
+        actor.start()
+        started(actor)
+        task = actor._task
+        assert task is not None
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            await actor.stop()
+            raise
+        if task.cancelled() or task.exception() is None:
+            return
+        log.error("%s failed: %r", actor.name, task.exception())
+        if delay is None:
+            raise ActorStopped(f"{actor.name} failed {len(backoff) + 1} times") from task.exception()
+        await asyncio.sleep(delay)

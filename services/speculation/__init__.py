@@ -1,0 +1,1 @@
+"""The pure domain of speculative decoding: NumPy only, no I/O, no model, no MLX."""

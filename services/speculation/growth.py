@@ -1,0 +1,148 @@
+"""Growth of dynamic draft trees: the exact best-first oracle, and the rerank of device candidates.
+
+One order holds everywhere: score descending, depth ascending, then the parent that comes first in this same
+order, then the target's token id. Scores are cumulative log-probabilities in float64.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.speculation.trees import DraftTree
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the orchestrator allows one draft.
+
+    Attributes:
+        max_nodes: Nodes of the tree, the root included.
+        max_depth: Depth of the deepest node (the root's is 0).
+        top_k: Children of one node and nodes of one depth that are expanded.
+        min_log_prob: The stop rule: nodes whose cumulative log-probability is below it are not proposed.
+    """
+
+    max_nodes: int
+    max_depth: int
+    top_k: int
+    min_log_prob: float = -np.inf
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Nodes that a drafter looked at, parents before children.
+
+    Attributes:
+        tokens: [c] target token ids.
+        parents: [c] index of the parent candidate, or -1 for a child of the root.
+        log_probs: [c] the node's own log-probability given its parent.
+    """
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    log_probs: NDArray[np.float64]
+
+
+def grow_exact(
+    root_token: int,
+    expand: Callable[[tuple[int, ...]], NDArray[np.float64]],
+    budget: Budget,
+) -> DraftTree:
+    """Best-first growth: pop the globally best candidate, expand it, push its children.
+
+    Args:
+        root_token: The pending token.
+        expand: Maps a path of tokens (the root's excluded) to log-probabilities [V] of the next token.
+        budget: ``top_k`` is ignored: the oracle looks at every child.
+    """
+    # Heap entries follow the one order: (-score, depth, rank of the parent, token).
+    heap: list[tuple[float, int, int, int]] = []
+    paths: list[tuple[int, ...]] = [()]
+    parents, scores = [-1], [0.0]
+
+    def push_children(rank: int, depth: int) -> None:
+        if depth >= budget.max_depth or len(paths) >= budget.max_nodes:
+            return
+        totals = scores[rank] + np.asarray(expand(paths[rank]), np.float64)
+        for token in _best(totals, budget.max_nodes - 1):
+            if totals[token] >= budget.min_log_prob:
+                heapq.heappush(heap, (-float(totals[token]), depth + 1, rank, int(token)))
+
+    push_children(0, 0)
+    while heap and len(paths) < budget.max_nodes:
+        score, depth, parent, token = heapq.heappop(heap)
+        paths.append((*paths[parent], token))
+        parents.append(parent)
+        scores.append(-score)
+        push_children(len(paths) - 1, depth)
+    tokens = [root_token, *(path[-1] for path in paths[1:])]
+    return _preorder(tokens, parents, scores)
+
+
+def _best(scores: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Indices of the ``count`` best finite scores, best first, ties to the smaller index."""
+    usable = np.flatnonzero(np.isfinite(scores))
+    if len(usable) > count:
+        cut = np.partition(scores[usable], -count)[-count] if count else np.inf
+        usable = usable[scores[usable] >= cut]
+    return usable[np.lexsort((usable, -scores[usable]))][:count]
+
+
+def rerank(root_token: int, candidates: Candidates, budget: Budget) -> DraftTree:
+    """Pick the best ``max_nodes - 1`` candidates by cumulative score, in the one order.
+
+    A candidate is never better than its parent (log-probabilities are at most 0), so taking the best keeps
+    every chosen node's parent. Candidates with -inf or NaN anywhere on their path are dropped.
+    """
+    count = len(candidates.tokens)
+    totals, depths = np.zeros(count + 1), np.zeros(count + 1, np.int64)  # the last slot is the root, index -1
+    for node in range(count):
+        parent = candidates.parents[node]
+        # Rounding can lift a log-probability above 0 by a bit, which would put a child before its parent.
+        totals[node] = totals[parent] + min(candidates.log_probs[node], 0.0)
+        depths[node] = depths[parent] + 1
+    usable = np.isfinite(totals[:-1]) & (totals[:-1] >= budget.min_log_prob) & (depths[:-1] <= budget.max_depth)
+    # Ranks refer to the order being built, so ties between children of different parents are settled level by level.
+    rank = {-1: 0}
+    heap = [(-totals[n], 1, 0, int(candidates.tokens[n]), n) for n in np.flatnonzero(usable & (depths[:-1] == 1))]
+    heapq.heapify(heap)
+    children: dict[int, list[int]] = {}
+    for node in np.flatnonzero(usable & (depths[:-1] > 1)):
+        children.setdefault(int(candidates.parents[node]), []).append(int(node))
+    chosen: list[int] = []
+    while heap and len(chosen) < budget.max_nodes - 1:
+        *_, node = heapq.heappop(heap)
+        chosen.append(int(node))
+        rank[int(node)] = len(chosen)
+        for child in children.get(int(node), ()):
+            heapq.heappush(
+                heap, (-totals[child], int(depths[child]), rank[int(node)], int(candidates.tokens[child]), child)
+            )
+    tokens = [root_token, *(int(candidates.tokens[n]) for n in chosen)]
+    parents = [-1, *(rank[int(candidates.parents[n])] for n in chosen)]
+    return _preorder(tokens, parents, [0.0, *(float(totals[n]) for n in chosen)])
+
+
+def _preorder(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> DraftTree:
+    """Number nodes in preorder, children in the one order: the likeliest chain comes first.
+
+    Nodes come in the one order, so among siblings the earlier index is the better one.
+    """
+    children: list[list[int]] = [[] for _ in tokens]
+    for node in range(1, len(tokens)):
+        children[parents[node]].append(node)
+    order: list[int] = []
+    stack = [0]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(reversed(children[node]))
+    position = {node: index for index, node in enumerate(order)}
+    return DraftTree.build(
+        [tokens[n] for n in order],
+        [position[parents[n]] if n else -1 for n in order],
+        [scores[n] for n in order],
+    )

@@ -1,0 +1,40 @@
+"""Ports: how the orchestrator reaches a verifier and a drafter, in this process or another."""
+
+from typing import Generic, Protocol, TypeVar
+
+from services.speculation.messages import DrafterInfo, FromDrafter, FromVerifier, TargetInfo, ToDrafter, ToVerifier
+
+Out = TypeVar("Out", contravariant=True)
+In = TypeVar("In", covariant=True)
+
+
+class Stream(Protocol, Generic[Out, In]):
+    """One session's life on one service. Its end, however it comes, releases the lease."""
+
+    async def send(self, message: Out) -> None: ...
+
+    async def receive(self) -> In:
+        """The next message.
+
+        Raises:
+            ConnectionError: The service or the stream is gone.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class VerifierPort(Protocol):
+    """A verifier service."""
+
+    async def info(self) -> TargetInfo: ...
+
+    def connect(self) -> Stream[ToVerifier, FromVerifier]: ...
+
+
+class DrafterPort(Protocol):
+    """A drafter service."""
+
+    async def info(self) -> DrafterInfo: ...
+
+    def connect(self) -> Stream[ToDrafter, FromDrafter]: ...

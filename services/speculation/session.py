@@ -1,0 +1,253 @@
+"""One generation as a pure state machine: ``apply(state, event) -> (state, effects)``.
+
+Events are messages from the verifier and the drafter, lost services, cancellation and stop strings; effects are
+messages to send and things to tell the client. No clock, no model: every schedule of faults can be replayed.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from services.speculation.errors import Reason
+from services.speculation.growth import Budget
+from services.speculation.messages import (
+    Draft,
+    Drafted,
+    FinishReason,
+    History,
+    NeedFeatures,
+    Observe,
+    Open,
+    OpenDraft,
+    PortError,
+    Prefilled,
+    ToDrafter,
+    TokenLogProbs,
+    ToVerifier,
+    Truncate,
+    Verdict,
+    Verify,
+)
+from services.speculation.trees import DraftTree, clip_depth
+
+Phase = Literal["prefilling", "drafting", "verifying", "finished"]
+
+# Events besides the messages of the ports -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """The session's streams are open."""
+
+
+@dataclass(frozen=True)
+class DrafterLost:
+    """The drafter's stream ended, or its deadline passed."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class VerifierLost:
+    message: str
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The client went away."""
+
+
+@dataclass(frozen=True)
+class StopFound:
+    """The text holds a stop string: the sequence ends at ``length`` committed tokens."""
+
+    length: int
+
+
+Event = (
+    Start
+    | Prefilled
+    | History
+    | Verdict
+    | Drafted
+    | NeedFeatures
+    | PortError
+    | DrafterLost
+    | VerifierLost
+    | Cancel
+    | StopFound
+)
+
+# Effects ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToVerifierEffect:
+    message: ToVerifier
+
+
+@dataclass(frozen=True)
+class ToDrafterEffect:
+    message: ToDrafter
+
+
+@dataclass(frozen=True)
+class DropDrafter:
+    """Close the drafter's stream; ``message`` says why."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Emit:
+    """New committed tokens. ``depths[i]`` is the tree depth token i was accepted at, 0 for a bonus token."""
+
+    tokens: tuple[int, ...]
+    depths: tuple[int, ...]
+    log_probs: tuple[TokenLogProbs, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Fail:
+    reason: Reason
+    message: str
+
+
+Effect = ToVerifierEffect | ToDrafterEffect | DropDrafter | Emit | Finish | Fail
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a round depends on.
+
+    Attributes:
+        open: The request; its ``epoch`` and ``prompt_len`` hold for the session's life.
+        context_length: Most positions that the target has.
+        budget: The tree budget while a drafter is attached.
+        drafting: A drafter is attached.
+        phase: What the session waits for.
+        round: Number of the current or next round.
+        committed: Committed tokens, the pending one included.
+        pending: The newest committed token.
+    """
+
+    open: Open
+    context_length: int
+    budget: Budget
+    drafting: bool
+    phase: Phase = "prefilling"
+    round: int = 0
+    committed: int = 0
+    pending: int = -1
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest node that can be emitted: both the tokens and the positions left bound it."""
+        limit = min(self.open.prompt_len + self.open.max_tokens, self.context_length + 1)
+        return max(0, min(limit - self.committed - 1, self.context_length - self.committed))
+
+
+Step = tuple[State, tuple[Effect, ...]]
+
+
+def apply(state: State, event: Event) -> Step:
+    """Advance a session by one event. Events of a finished session, or of another round, change nothing."""
+    if state.phase == "finished":
+        return state, ()
+    match event:
+        case Start():
+            return _start(state)
+        case Prefilled():
+            state = replace(state, committed=len(state.open.tokens) + 1, pending=event.token)
+            emit = Emit((event.token,), (0,), event.log_probs)
+            return _finish(state, event.finish, emit) if event.finish else _next_round(state, emit)
+        case History():
+            observe = Observe(state.open.session, state.open.epoch, event.features, event.tokens)
+            return state, ((ToDrafterEffect(observe),) if state.drafting else ())
+        case Drafted() if state.phase == "drafting" and event.round == state.round:
+            return _verify(state, event.tree)
+        case NeedFeatures() if state.phase == "drafting" and event.round == state.round:
+            return _lose_drafter(state, f"the drafter lacks features of positions {event.ranges}")
+        case DrafterLost():
+            return _lose_drafter(state, event.message)
+        case Verdict() if state.phase == "verifying" and event.round == state.round:
+            return _commit(state, event)
+        case PortError():
+            return _fail(state, event.reason, event.message)
+        case VerifierLost():
+            return _fail(state, Reason.INTERNAL, event.message)
+        case StopFound():
+            cut = ToVerifierEffect(Truncate(state.open.session, state.open.epoch, event.length))
+            return replace(state, phase="finished", committed=event.length), (cut, Finish("stop"))
+        case Cancel():
+            return replace(state, phase="finished"), (Finish("cancelled"),)
+        case _:
+            return state, ()
+
+
+def _start(state: State) -> Step:
+    effects: list[Effect] = [ToVerifierEffect(state.open)]
+    if state.drafting:
+        opened = OpenDraft(state.open.session, state.open.epoch, state.open.sampler, state.open.seed)
+        effects.append(ToDrafterEffect(opened))
+    return state, tuple(effects)
+
+
+def _next_round(state: State, emit: Emit, *observe: Effect) -> Step:
+    """Ask for a tree, or verify one node at once. Sending comes before emitting: the device works meanwhile."""
+    depth = min(state.max_depth, state.budget.max_depth)
+    if not state.drafting or depth == 0:
+        state, verify = _verify(state, DraftTree.root(state.pending))
+        return state, (*observe, *verify, emit)
+    budget = replace(state.budget, max_depth=depth)
+    draft = Draft(state.open.session, state.open.epoch, state.round, state.committed, budget)
+    return replace(state, phase="drafting"), (*observe, ToDrafterEffect(draft), emit)
+
+
+def _verify(state: State, tree: DraftTree) -> Step:
+    # A drafter is never trusted with the root or the limits.
+    if tree.tokens[0] != state.pending:
+        tree = DraftTree.root(state.pending)
+    tree = clip_depth(tree, state.max_depth)
+    verify = Verify(state.open.session, state.open.epoch, state.round, state.committed, tree)
+    return replace(state, phase="verifying"), (ToVerifierEffect(verify),)
+
+
+def _commit(state: State, verdict: Verdict) -> Step:
+    state = replace(
+        state,
+        round=state.round + 1,
+        committed=state.committed + len(verdict.tokens),
+        pending=verdict.tokens[-1],
+    )
+    depths = (*range(1, len(verdict.tokens)), 0)
+    emit = Emit(verdict.tokens, depths, verdict.log_probs)
+    if verdict.finish:
+        return _finish(state, verdict.finish, emit)
+    if not state.drafting:
+        return _next_round(state, emit)
+    observe = Observe(state.open.session, state.open.epoch, verdict.features, verdict.tokens)
+    return _next_round(state, emit, ToDrafterEffect(observe))
+
+
+def _lose_drafter(state: State, message: str) -> Step:
+    if not state.drafting:
+        return state, ()
+    waiting = state.phase == "drafting"
+    state, effects = replace(state, drafting=False), (DropDrafter(message),)
+    if not waiting:
+        return state, effects
+    state, verify = _verify(state, DraftTree.root(state.pending))
+    return state, (*effects, *verify)
+
+
+def _finish(state: State, reason: FinishReason, emit: Emit) -> Step:
+    return replace(state, phase="finished"), (emit, Finish(reason))
+
+
+def _fail(state: State, reason: Reason, message: str) -> Step:
+    return replace(state, phase="finished"), (Fail(reason, message),)

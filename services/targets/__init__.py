@@ -1,0 +1,1 @@
+"""Target models: loaders, the three seams, taps and the load-time self-check."""

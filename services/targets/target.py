@@ -1,0 +1,85 @@
+"""A loaded target: one ragged forward with taps, and what other services learn about it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import Tap, TargetInfo
+from services.targets.kv_rows import KVRows
+from services.targets.ragged import RaggedBatch, SessionRows
+from services.targets.seams import Recorder
+from services.targets.tokenizer import TokenizerFiles
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """Lazy results of one ragged forward.
+
+    Attributes:
+        logits: [selected rows, V], in the order of the sessions; None when no row asked for logits.
+        taps: Per tap, the residual stream [rows, hidden] of every row.
+    """
+
+    logits: mx.array | None
+    taps: dict[Tap, mx.array]
+
+
+class Target:
+    """mlx-lm's own model behind the seams. Use on the device thread only.
+
+    Args:
+        model: With its seams installed.
+        recorder: From ``seams.install``.
+        info: What it is.
+        tokenizer: Its tokenizer as data.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder, info: TargetInfo, tokenizer: TokenizerFiles) -> None:
+        self.model = model
+        self.info = info
+        self.tokenizer = tokenizer
+        self._recorder = recorder
+
+    def new_kv(self) -> KVRows:
+        return KVRows(len(self.model.layers))
+
+    def forward(self, sessions: Sequence[SessionRows], taps: frozenset[Tap] = frozenset()) -> Forward:
+        """Run all rows of all sessions in one batch; their keys and values become scratch rows.
+
+        Args:
+            sessions: At least one; each with its own cache.
+            taps: What to record, for every row.
+        """
+        batch = RaggedBatch(sessions)
+        chosen = batch.logit_rows()
+        rows = None if chosen is None else mx.array(chosen)
+        # Without a single row for the head, run it on one: cheaper than a second forward path.
+        self._recorder.begin(taps, mx.array([0]) if rows is not None and rows.size == 0 else rows)
+        logits = self.model(batch.tokens, cache=batch.caches(len(self.model.layers)))[0]
+        return Forward(None if rows is not None and rows.size == 0 else logits, self._recorder.taps)
+
+    def tensor(self, name: str) -> mx.array:
+        """A weight that drafters share: "embed_tokens" or "lm_head" [V, hidden], dequantised.
+
+        Raises:
+            AerieError: INVALID_ARGUMENT for another name.
+        """
+        decoder = next(m for m in self.model.modules() if "embed_tokens" in m)
+        if name == "embed_tokens":
+            return dense_weight(decoder["embed_tokens"])
+        if name == "lm_head":
+            head = next((m["lm_head"] for m in self.model.modules() if "lm_head" in m), decoder["embed_tokens"])
+            return dense_weight(head)
+        raise AerieError(Reason.INVALID_ARGUMENT, f"no shared tensor {name!r}")
+
+
+def dense_weight(module: nn.Module) -> mx.array:
+    """The weight of a linear layer or embedding, dequantised if it is packed."""
+    if "scales" not in module:
+        return module.weight
+    return mx.dequantize(
+        module.weight, module.scales, module.get("biases"), group_size=module.group_size, bits=module.bits
+    )

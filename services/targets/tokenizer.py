@@ -1,0 +1,101 @@
+"""The target's tokenizer as data: what ``GetTokenizer`` hands to services that hold no model."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from services.speculation.errors import AerieError, Reason
+
+_CONTROL = 3  # token_type of special tokens in GGUF files
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A tokenizer as text.
+
+    Attributes:
+        tokenizer_json: In the format of the ``tokenizers`` library.
+        chat_template: Jinja source, or None.
+        special_tokens: Names the template may use: ``bos_token``, ``eos_token``, ...
+        eos_ids: Tokens that end a sequence.
+    """
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_ids: tuple[int, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps([self.tokenizer_json, self.chat_template, self.special_tokens, self.eos_ids])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tokenizer_from_gguf(metadata: dict[str, Any]) -> TokenizerFiles:
+    """Build a byte-level BPE tokenizer from a GGUF file's metadata.
+
+    Raises:
+        AerieError: TARGET_UNSUPPORTED for another tokenizer model or pre-tokenizer.
+    """
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not built")
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    merges = [tuple(pair.split(" ", 1)) for pair in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*_PRE_TOKENIZERS[pre](), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = metadata["tokenizer.ggml.token_type"].tolist()
+    special = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL]
+    tokenizer.add_special_tokens(special)
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    return TokenizerFiles(
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        special_tokens={name: tokens[int(i)] for name, i in ids.items() if i is not None},
+        eos_ids=(int(metadata["tokenizer.ggml.eos_token_id"]),),
+    )
+
+
+_PRE_TOKENIZERS = {
+    "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True)],
+    "gpt-2": lambda: [],
+}
+
+
+def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> TokenizerFiles:
+    """Read ``tokenizer.json`` and its companions from a checkpoint folder.
+
+    Raises:
+        AerieError: TARGET_UNSUPPORTED without a ``tokenizer.json``.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{folder} has no tokenizer.json")
+    settings = _read_json(folder / "tokenizer_config.json")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    if (folder / "chat_template.jinja").exists():
+        template = (folder / "chat_template.jinja").read_text()
+    special = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.get(name)
+        if value:
+            special[name] = value["content"] if isinstance(value, dict) else value
+    generation = _read_json(folder / "generation_config.json")
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    if eos is None and "eos_token" in special:
+        eos = Tokenizer.from_file(str(path)).token_to_id(special["eos_token"])
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    return TokenizerFiles(path.read_text(), template, special, eos_ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
