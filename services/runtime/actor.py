@@ -47,6 +47,12 @@ class Actor(Generic[M]):
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=self.name)
 
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Call back once the actor has stopped, for whatever reason."""
+        if self._task is None:
+            raise ActorStopped(f"{self.name} has not started")
+        self._task.add_done_callback(lambda _: callback())
+
     @property
     def alive(self) -> bool:
         return self._task is not None and not self._task.done()

@@ -120,6 +120,11 @@ class Fail:
 Effect = ToVerifierEffect | ToDrafterEffect | DropDrafter | Emit | Finish | Fail
 
 
+def token_limit(request: Open, context_length: int) -> int:
+    """Most committed tokens of a session: ``max_tokens`` after the prompt, and never beyond the context."""
+    return min(request.prompt_len + request.max_tokens, context_length)
+
+
 @dataclass(frozen=True)
 class State:
     """Everything a round depends on.
@@ -147,8 +152,7 @@ class State:
     @property
     def max_depth(self) -> int:
         """Deepest node that can be emitted: both the tokens and the positions left bound it."""
-        limit = min(self.open.prompt_len + self.open.max_tokens, self.context_length + 1)
-        return max(0, min(limit - self.committed - 1, self.context_length - self.committed))
+        return max(0, token_limit(self.open, self.context_length) - self.committed - 1)
 
 
 Step = tuple[State, tuple[Effect, ...]]

@@ -33,7 +33,8 @@ class TableRope(RowRope):
         rows, width = x.shape[2], x.shape[3]
         if x.shape[0] != 1 or (not isinstance(offset, int) and offset.size != rows):
             return self._base(x, offset=offset)
-        same = offset == self._positions if isinstance(offset, int) else offset is self._positions
+        last = self._positions
+        same = offset is last or (isinstance(offset, int) and isinstance(last, int) and offset == last)
         if not (same and self._shape == (rows, width)) or self._tables is None:
             self._tables = self._build(offset, rows, width)
             self._positions, self._shape = offset, (rows, width)
@@ -88,6 +89,11 @@ def swap_swiglu(model: nn.Module) -> int:
             swap_call(module, _fast_swiglu_block)
             swapped += 1
     return swapped
+
+
+def best_swiglu() -> Callable[[mx.array, mx.array], mx.array]:
+    """The fast ``swiglu`` where ``mx.compile`` works, else MLX's."""
+    return swiglu if shutil.which("g++") else lambda gate, up: nn.silu(gate) * up
 
 
 def _fast_swiglu_block(self: Any, x: mx.array) -> mx.array:

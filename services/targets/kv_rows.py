@@ -22,11 +22,12 @@ class KVRows:
         self.keys: list[mx.array | None] = [None] * layers
         self.values: list[mx.array | None] = [None] * layers
 
-    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Store scratch rows [1, kv_heads, n, d] after the committed ones."""
-        stop = self.length + keys.shape[2]
-        self.keys[layer] = _put(self.keys[layer], keys, self.length, stop)
-        self.values[layer] = _put(self.values[layer], values, self.length, stop)
+    def write(self, layer: int, keys: mx.array, values: mx.array, scratch: int = 0) -> None:
+        """Store rows [1, kv_heads, n, d] after the committed ones and ``scratch`` others."""
+        start = self.length + scratch
+        stop = start + keys.shape[2]
+        self.keys[layer] = _put(self.keys[layer], keys, start, stop)
+        self.values[layer] = _put(self.values[layer], values, start, stop)
 
     def read(self, layer: int, stop: int) -> tuple[mx.array, mx.array]:
         """Keys and values of rows [0, stop)."""
@@ -54,6 +55,15 @@ class KVRows:
     def truncate(self, length: int) -> None:
         """Forget the rows at and after ``length``."""
         self.length = min(self.length, length)
+
+    def drop(self, start: int, stop: int) -> None:
+        """Remove committed rows [start, stop): later rows move up, contiguous in memory."""
+        for arrays in (self.keys, self.values):
+            for layer, array in enumerate(arrays):
+                if array is not None:
+                    arrays[layer] = mx.concatenate([array[..., :start, :], array[..., stop:, :]], axis=2)
+        self.length -= stop - start
+        mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
         return [array for array in (*self.keys, *self.values) if array is not None]

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import Tap, TargetInfo
-from services.targets.kv_rows import KVRows
+from services.targets.kv_rows import STEP, KVRows
 from services.targets.ragged import RaggedBatch, SessionRows
 from services.targets.seams import Recorder
 from services.targets.tokenizer import TokenizerFiles
@@ -42,6 +42,16 @@ class Target:
         self.info = info
         self.tokenizer = tokenizer
         self._recorder = recorder
+        self._kv_bytes_per_row: int | None = None
+
+    @property
+    def kv_bytes_per_row(self) -> int:
+        """Keys and values of one position over all layers. Runs one row the first time."""
+        if self._kv_bytes_per_row is None:
+            kv = self.new_kv()
+            self.forward([SessionRows.chunk(kv, [0], "none")])
+            self._kv_bytes_per_row = kv.nbytes // STEP
+        return self._kv_bytes_per_row
 
     def new_kv(self) -> KVRows:
         return KVRows(len(self.model.layers))

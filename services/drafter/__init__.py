@@ -1,0 +1,1 @@
+"""The drafter service: families, their loaders, growth on the device."""

@@ -1,0 +1,294 @@
+"""Read every published spelling of an EAGLE-3 config into one frozen spec."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
+
+from services.speculation.errors import AerieError, Reason
+
+TapConvention = Literal["boundary", "layer-output"]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What a user may force where a config is ambiguous (None: decide from the config)."""
+
+    tap_convention: TapConvention | None = None
+    taps: tuple[int, ...] | None = None
+    recycle_post_norm: bool | None = None
+    norm_before_residual: bool | None = None
+
+
+@dataclass(frozen=True)
+class Eagle3Spec:
+    """An EAGLE-3 drafter in normal form.
+
+    Attributes:
+        hidden_size: Width H of the drafter.
+        target_hidden_size: Width Ht of each tap.
+        target_vocab_size, draft_vocab_size: Sizes V and Vd.
+        layers: Decoder layers; the first reads (embedding, hidden), later ones are plain.
+        heads, kv_heads, head_dim: Attention shape; heads * head_dim need not equal H.
+        intermediate_size: SwiGLU width.
+        rms_norm_eps: Of every norm.
+        rope_theta, rope_scaling: The drafter's own RoPE, in mlx-lm's spelling.
+        taps: Boundary indices; None means the default (2, n // 2, n - 3) of a target with n layers.
+        tap_count: Number of taps.
+        attention_bias, mlp_bias, fc_bias: Linear layers with biases.
+        qk_norm: RMSNorm on each query and key head.
+        norm_before_residual: The residual is the normalised hidden state.
+        norm_before_fc: One RMSNorm over the concatenated taps.
+        fc_norm: One RMSNorm for each tap.
+        recycle_post_norm: Recycled states pass the final norm (EAGLE-3.1's ``norm_output``).
+        own_embedding: The checkpoint carries ``embed_tokens``.
+        head: Where logits come from: its own head, its embedding, or the target's head.
+        logit_scale: Multiplies the logits.
+        decisions: How each ambiguity was settled, for ``aerie inspect``.
+        unknown: Config keys that nothing here reads.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    target_vocab_size: int
+    draft_vocab_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    taps: tuple[int, ...] | None
+    tap_count: int
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    qk_norm: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    recycle_post_norm: bool = False
+    own_embedding: bool = False
+    head: Literal["own", "embedding", "target"] = "own"
+    logit_scale: float = 1.0
+    decisions: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def resolve_taps(self, target_layers: int) -> "Eagle3Spec":
+        """Fill in default taps and check that every tap exists.
+
+        Raises:
+            AerieError: CHECKPOINT_INCOMPATIBLE.
+        """
+        taps = self.taps
+        if taps is None:
+            if self.tap_count != 3 or target_layers < 6:
+                _refuse(
+                    Reason.CHECKPOINT_INCOMPATIBLE,
+                    f"no tap ids for {self.tap_count} taps over {target_layers} layers; give them explicitly",
+                )
+            taps = (2, target_layers // 2, target_layers - 3)
+        if any(not 0 <= tap <= target_layers for tap in taps):
+            _refuse(Reason.CHECKPOINT_INCOMPATIBLE, f"taps {taps} outside the target's 0..{target_layers}")
+        return replace(self, taps=taps)
+
+
+@dataclass
+class _Reader:
+    """Reads keys and remembers which were read."""
+
+    values: dict[str, Any]
+    used: set[str] = field(default_factory=set)
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        found = default
+        for name in reversed(names):
+            self.used.add(name)
+            if self.values.get(name) is not None:
+                found = self.values[name]
+        return found
+
+    def need(self, *names: str) -> Any:
+        if (value := self.get(*names)) is None:
+            _refuse(Reason.CHECKPOINT_INVALID, f"config.json lacks {names[0]}")
+        return value
+
+
+# Keys that say nothing about the forward pass, or repeat what the tensors say.
+_IGNORED = frozenset(
+    """architectures model_type torch_dtype dtype transformers_version use_cache initializer_range bos_token_id
+    eos_token_id pad_token_id max_position_embeddings hidden_act attention_dropout pretraining_tp auto_map
+    max_window_layers use_sliding_window layer_types sliding_window speculators_version speculators_config
+    speculators_model_type rope_type modules_to_not_save has_no_defaults_at_init mode _name_or_path
+    num_aux_hidden_states embed_requires_grad aerie""".split()
+)
+_MLA_KEYS = ("kv_lora_rank", "q_lora_rank")
+
+
+def read_config(
+    raw: Mapping[str, Any], shapes: Mapping[str, Shape], overrides: Overrides = Overrides()
+) -> Eagle3Spec:
+    """Normalise a config.
+
+    Args:
+        raw: ``config.json``: official, SpecForge, AngelSlim, NVIDIA or speculators.
+        shapes: Canonical tensor names (see ``weights.canonical_name``) and shapes.
+        overrides: Forced readings.
+
+    Raises:
+        AerieError: FAMILY_NOT_BUILT for what is not EAGLE-3, CHECKPOINT_INVALID for a config that contradicts
+            itself or its tensors.
+    """
+    refuse_other_families(raw, shapes)
+    is_speculators = "speculators_model_type" in raw
+    nested = {**raw.get("transformer_layer_config", {}), **raw.get("eagle_config", {})}
+    wrappers = {"transformer_layer_config", "eagle_config"}
+    c = _Reader({**{k: v for k, v in nested.items() if v is not None}, **{k: v for k, v in raw.items() if k not in wrappers}})
+    decisions: list[str] = []
+
+    hidden = int(c.need("hidden_size"))
+    vocab = int(c.need("vocab_size"))
+    heads = int(c.need("num_attention_heads"))
+    target_hidden = int(c.get("target_hidden_size", default=hidden))
+    draft_vocab = int(c.get("draft_vocab_size", "truncated_vocab_size", default=vocab))
+    taps, tap_count = _read_taps(c, is_speculators, shapes, target_hidden, overrides, decisions)
+    residual = c.get("norm_before_residual")
+    if residual is None:
+        residual = is_speculators
+        decisions.append(f"norm_before_residual absent: {residual} ({'speculators' if is_speculators else 'EAGLE'} default)")
+    recycle = bool(c.get("norm_output", default=False))
+    if recycle:
+        decisions.append("norm_output: recycled states are post-norm (vLLM's reading; SpecForge trains pre-norm)")
+    if overrides.recycle_post_norm is not None:
+        recycle = overrides.recycle_post_norm
+        decisions.append(f"recycle_post_norm forced to {recycle}")
+    if overrides.norm_before_residual is not None:
+        residual = overrides.norm_before_residual
+        decisions.append(f"norm_before_residual forced to {residual}")
+    theta, scaling = _read_rope(c)
+    tied = bool(c.get("tie_word_embeddings", default=False))
+    spec = Eagle3Spec(
+        hidden_size=hidden,
+        target_hidden_size=target_hidden,
+        target_vocab_size=vocab,
+        draft_vocab_size=draft_vocab,
+        layers=int(c.get("num_hidden_layers", default=1)),
+        heads=heads,
+        kv_heads=int(c.get("num_key_value_heads", default=heads)),
+        head_dim=int(c.get("head_dim", default=hidden // heads)),
+        intermediate_size=int(c.get("intermediate_size_mlp", "intermediate_size")),
+        rms_norm_eps=float(c.get("rms_norm_eps", default=1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        taps=taps,
+        tap_count=tap_count,
+        attention_bias=bool(c.get("attention_bias", default=False)),
+        mlp_bias=bool(c.get("mlp_bias", default=False)),
+        fc_bias=bool(c.get("bias", default=False)),
+        qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
+        norm_before_residual=bool(residual),
+        norm_before_fc=bool(c.get("norm_before_fc", default=False)),
+        fc_norm=bool(c.get("fc_norm", default=False)),
+        recycle_post_norm=recycle,
+        own_embedding="embed_tokens.weight" in shapes,
+        head=_read_head(shapes, tied, draft_vocab, vocab),
+        logit_scale=float(c.get("logit_scale", default=1.0)),
+        decisions=tuple(decisions),
+        unknown=tuple(sorted(k for k in c.values if k not in c.used and k not in _IGNORED)),
+    )
+    _check(spec, target_hidden)
+    return spec
+
+
+def refuse_other_families(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
+    """Name what is not EAGLE-3 (FAMILY_NOT_BUILT) instead of loading it wrongly."""
+    nested = {**raw.get("transformer_layer_config", {}), **raw.get("eagle_config", {}), **raw}
+    model_type = raw.get("speculators_model_type", "eagle3")
+    if model_type != "eagle3":
+        _refuse(Reason.FAMILY_NOT_BUILT, f"a speculators {model_type!r} checkpoint, not EAGLE-3")
+    if "mask_hidden" in shapes or any(key in nested for key in ("ptd_token_id", "pard_token")):
+        _refuse(Reason.FAMILY_NOT_BUILT, "a P-EAGLE (parallel drafting) checkpoint")
+    if any(nested.get(key) for key in _MLA_KEYS) or any(".kv_a_proj" in name for name in shapes):
+        _refuse(Reason.FAMILY_NOT_BUILT, "an EAGLE-3 drafter with multi-head latent attention (MLA)")
+    if nested.get("use_aux_hidden_state") is False:
+        _refuse(Reason.FAMILY_NOT_BUILT, "use_aux_hidden_state is false: an EAGLE-1 style input")
+    if any("eh_proj" in name or "enorm" in name for name in shapes) or nested.get("next_layer_regular") is False:
+        _refuse(Reason.FAMILY_NOT_BUILT, "an EAGLE-3 variant with eh_proj")
+    query, fc = shapes.get("layers.0.self_attn.q_proj.weight"), shapes.get("fc.weight")
+    hidden = nested.get("hidden_size")
+    if query and hidden and query[1] == hidden and fc and fc[1] == 2 * hidden:
+        _refuse(Reason.FAMILY_NOT_BUILT, "an EAGLE-1/EAGLE-2 checkpoint (fc over embedding and hidden state)")
+
+
+def _read_taps(
+    c: _Reader,
+    is_speculators: bool,
+    shapes: Mapping[str, Shape],
+    target_hidden: int,
+    overrides: Overrides,
+    decisions: list[str],
+) -> tuple[tuple[int, ...] | None, int]:
+    """Tap ids have two conventions for the same tensors: a boundary index, or the layer whose output it is."""
+    c.get("use_aux_hidden_state")
+    ids = c.get("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
+    width = shapes.get("fc.weight", (0, 3 * target_hidden))[1]
+    if width % target_hidden:
+        _refuse(Reason.CHECKPOINT_INVALID, f"fc reads {width} values, not a multiple of {target_hidden}")
+    count = width // target_hidden
+    if overrides.taps is not None:
+        ids, convention = list(overrides.taps), "boundary"
+        decisions.append(f"taps forced to boundaries {ids}")
+    elif ids is None:
+        decisions.append("no tap ids: the default boundaries (2, n // 2, n - 3)")
+        return None, count
+    else:
+        convention = overrides.tap_convention or _convention(ids, is_speculators)
+        decisions.append(f"tap ids {list(ids)} read as {convention}{' (forced)' if overrides.tap_convention else ''}")
+    if len(ids) != count:
+        _refuse(Reason.CHECKPOINT_INVALID, f"{len(ids)} tap ids, but fc reads {count} taps")
+    shift = 1 if convention == "layer-output" else 0
+    return tuple(int(i) + shift for i in ids), count
+
+
+def _convention(ids: list[int], is_speculators: bool) -> TapConvention:
+    """speculators ids are boundaries; else a first id of 1 marks layer outputs (SGLang's rule)."""
+    return "layer-output" if not is_speculators and ids[0] == 1 else "boundary"
+
+
+def _read_rope(c: _Reader) -> tuple[float, dict[str, Any] | None]:
+    parameters = c.get("rope_parameters")
+    theta, scaling = c.get("rope_theta"), c.get("rope_scaling")
+    if isinstance(parameters, dict):
+        theta = parameters.get("rope_theta", theta)
+        scaling = parameters
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if kind in ("default", "mrope"):  # text positions are equal in every mrope section
+        scaling = None
+    elif kind not in ("linear", "llama3", "yarn"):
+        _refuse(Reason.FAMILY_NOT_BUILT, f"rope scaling {kind!r} in a drafter")
+    return float(theta if theta is not None else 10000.0), scaling
+
+
+def _read_head(
+    shapes: Mapping[str, Shape], tied: bool, draft_vocab: int, vocab: int
+) -> Literal["own", "embedding", "target"]:
+    if "lm_head.weight" in shapes:
+        return "own"
+    if draft_vocab != vocab:
+        _refuse(Reason.CHECKPOINT_INVALID, "lm_head is missing and the draft vocabulary is reduced")
+    return "embedding" if tied and "embed_tokens.weight" in shapes else "target"
+
+
+def _check(spec: Eagle3Spec, target_hidden: int) -> None:
+    if spec.norm_before_fc and spec.fc_norm:
+        _refuse(Reason.CHECKPOINT_INVALID, "norm_before_fc and fc_norm exclude each other")
+    if spec.heads % spec.kv_heads:
+        _refuse(Reason.CHECKPOINT_INVALID, f"{spec.heads} heads do not divide into {spec.kv_heads} KV heads")
+    if target_hidden != spec.hidden_size and not spec.own_embedding:
+        _refuse(Reason.CHECKPOINT_INVALID, "a drafter of another width than its target needs its own embed_tokens")
+
+
+def _refuse(reason: Reason, message: str) -> NoReturn:
+    raise AerieError(reason, message)

@@ -1,0 +1,306 @@
+"""The EAGLE-3 forward pass over true rows and tree rows.
+
+Row i reads (target features at position i, embedding of the token at i + 1), sits at position i and predicts
+the token at i + 2. Tree rows recycle their parent's output in place of target features.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.rope_utils import initialize_rope
+from numpy.typing import NDArray
+
+from kernels.top_k import top_log_probs
+from kernels.tree_attention import tree_attention
+from services.drafter.eagle3.config import Eagle3Spec
+from services.drafter.eagle3.weights import Eagle3Checkpoint
+from services.drafter.family import DraftSession, Frontier
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import DrafterInfo, Features
+from services.speculation.trees import BoolArray, IntArray
+from services.targets import cpu, seams
+from services.targets.kv_rows import KVRows
+
+SINK_ROWS = 4
+"""First positions, kept whatever the window: their massive activations serve attention as a sink."""
+WINDOW = 2048
+_DROP_STEP = 256
+_CHUNK = 512
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with the drafter's own RoPE. ``fan_in`` is 2H in the first layer."""
+
+    def __init__(self, spec: Eagle3Spec, fan_in: int, rope: nn.Module) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.scale = spec.heads, spec.kv_heads, spec.head_dim**-0.5
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(fan_in, queries, bias=spec.attention_bias)
+        self.k_proj = nn.Linear(fan_in, keys, bias=spec.attention_bias)
+        self.v_proj = nn.Linear(fan_in, keys, bias=spec.attention_bias)
+        self.o_proj = nn.Linear(queries, spec.hidden_size, bias=spec.attention_bias)
+        if spec.qk_norm:
+            self.q_norm = nn.RMSNorm(spec.head_dim, spec.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self._rope = rope
+
+    def __call__(self, x: mx.array, rows: "Rows", layer: int) -> mx.array:
+        """[n, fan_in] -> [n, H]; writes the rows' keys and values."""
+        n = x.shape[0]
+        queries, keys, values = (
+            project(x).reshape(1, n, heads, -1)
+            for project, heads in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
+        )
+        if "q_norm" in self:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys, values = (t.transpose(0, 2, 1, 3) for t in (queries, keys, values))
+        queries, keys = self._rope(queries, offset=rows.positions), self._rope(keys, offset=rows.positions)
+        rows.kv.write(layer, keys, values, rows.scratch)
+        keys, values = rows.kv.read(layer, rows.kv.length + rows.scratch + n)
+        out = tree_attention(queries, keys, values, rows.mask, self.scale)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(n, -1))
+
+
+class Rows:
+    """New rows of one session: where they sit and what they see.
+
+    Args:
+        kv: The session's cache.
+        positions: int (consecutive rows) or [n].
+        mask: For ``tree_attention``: None, "causal", or bool [n, cached + scratch + n].
+        scratch: Tree rows already in the cache.
+    """
+
+    def __init__(self, kv: KVRows, positions: int | mx.array, mask: mx.array | str | None, scratch: int) -> None:
+        self.kv, self.positions, self.mask, self.scratch = kv, positions, mask, scratch
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: Eagle3Spec, swiglu: Callable[[mx.array, mx.array], mx.array]) -> None:
+        super().__init__()
+        h, inner = spec.hidden_size, spec.intermediate_size
+        self.gate_proj = nn.Linear(h, inner, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(h, inner, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(inner, h, bias=spec.mlp_bias)
+        self._swiglu = swiglu
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(self._swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class FirstLayer(nn.Module):
+    """Reads the embedding and the hidden state side by side, each with a norm of its own."""
+
+    def __init__(self, spec: Eagle3Spec, rope: nn.Module, swiglu: Callable[..., mx.array]) -> None:
+        super().__init__()
+        h, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_layernorm, self.hidden_norm = nn.RMSNorm(h, eps), nn.RMSNorm(h, eps)
+        self.post_attention_layernorm = nn.RMSNorm(h, eps)
+        self.self_attn = Attention(spec, 2 * h, rope)
+        self.mlp = MLP(spec, swiglu)
+        self._norm_before_residual = spec.norm_before_residual
+
+    def __call__(self, embedding: mx.array, hidden: mx.array, rows: Rows) -> mx.array:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self._norm_before_residual else hidden
+        x = mx.concatenate([self.input_layernorm(embedding), normed], axis=-1)  # [n, 2H], embedding first
+        attended = residual + self.self_attn(x, rows, 0)
+        return attended + self.mlp(self.post_attention_layernorm(attended))
+
+
+class LaterLayer(nn.Module):
+    """An ordinary pre-norm decoder layer (vLLM's and speculators' reading of deeper drafters)."""
+
+    def __init__(self, spec: Eagle3Spec, rope: nn.Module, swiglu: Callable[..., mx.array], index: int) -> None:
+        super().__init__()
+        h, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(h, eps), nn.RMSNorm(h, eps)
+        self.self_attn = Attention(spec, h, rope)
+        self.mlp = MLP(spec, swiglu)
+        self._index = index
+
+    def __call__(self, hidden: mx.array, rows: Rows) -> mx.array:
+        attended = hidden + self.self_attn(self.input_layernorm(hidden), rows, self._index)
+        return attended + self.mlp(self.post_attention_layernorm(attended))
+
+
+class Eagle3Network(nn.Module):
+    """The trained part, in the canonical tensor names."""
+
+    def __init__(self, spec: Eagle3Spec, on_cpu: bool) -> None:
+        super().__init__()
+        h, width = spec.hidden_size, spec.tap_count * spec.target_hidden_size
+        rope = initialize_rope(spec.head_dim, spec.rope_theta, False, spec.rope_scaling, 2**31 - 1)
+        rope = cpu.rope_maker()(rope) if on_cpu else seams.RowRope(rope)
+        swiglu = cpu.best_swiglu() if on_cpu else plain_swiglu
+        self.fc = nn.Linear(width, h, bias=spec.fc_bias)
+        if spec.norm_before_fc:
+            self.input_norm = nn.RMSNorm(width, spec.rms_norm_eps)
+        if spec.fc_norm:
+            self.fc_norm = [nn.RMSNorm(spec.target_hidden_size, spec.rms_norm_eps) for _ in range(spec.tap_count)]
+        self.layers = [
+            FirstLayer(spec, rope, swiglu),
+            *(LaterLayer(spec, rope, swiglu, i) for i in range(1, spec.layers)),
+        ]
+        self.norm = nn.RMSNorm(h, spec.rms_norm_eps)
+        if spec.own_embedding:
+            self.embed_tokens = nn.Embedding(spec.target_vocab_size, h)
+        if spec.head == "own":
+            self.lm_head = nn.Linear(h, spec.draft_vocab_size, bias=False)
+
+    def fuse(self, taps: list[mx.array]) -> mx.array:
+        """Target features, one [n, Ht] for each tap in order, to [n, H]. Never applied to recycled states."""
+        if "fc_norm" in self:
+            taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+        joined = mx.concatenate(taps, axis=-1)
+        return self.fc(self.input_norm(joined) if "input_norm" in self else joined)
+
+    def __call__(self, embedding: mx.array, hidden: mx.array, rows: Rows) -> mx.array:
+        """[n, H], [n, H] -> output of the last layer before ``norm`` [n, H]."""
+        hidden = self.layers[0](embedding, hidden, rows)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, rows)
+        return hidden
+
+
+def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return nn.silu(gate) * up
+
+
+class Eagle3Drafter:
+    """A loaded EAGLE-3 drafter (implements ``family.DraftModel``). Use on the device thread only.
+
+    Args:
+        checkpoint: From ``weights.read_checkpoint``.
+        spec: Its spec with taps resolved (``weights.check_fit``).
+        shared: Gives the target's "embed_tokens" or "lm_head" [V, H]; called for what the checkpoint lacks.
+        name: Shown to users.
+        window: Rows that attention looks back, besides the first SINK_ROWS.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Eagle3Checkpoint,
+        spec: Eagle3Spec,
+        shared: Callable[[str], mx.array],
+        name: str,
+        window: int = WINDOW,
+    ) -> None:
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        self._spec, self._window = spec, window
+        self._dtype = mx.float32 if on_cpu else mx.bfloat16
+        self._network = Eagle3Network(spec, on_cpu)
+        weights = {name: w.astype(self._dtype) for name, w in checkpoint.weights.items()}
+        self._network.load_weights(list(_fill_biases(spec, weights).items()))
+        self._embedding = weights["embed_tokens.weight"] if spec.own_embedding else shared("embed_tokens")
+        self._head = {
+            "own": lambda: weights["lm_head.weight"],
+            "embedding": lambda: self._embedding,
+            "target": lambda: shared("lm_head"),
+        }[spec.head]()
+        if self._embedding.shape != (spec.target_vocab_size, spec.hidden_size):
+            raise AerieError(
+                Reason.CHECKPOINT_INCOMPATIBLE, f"the target's embedding is {list(self._embedding.shape)} in shape"
+            )
+        self._target_ids = mx.array(checkpoint.draft_to_target)
+        mx.eval(self._network.parameters(), self._embedding, self._head, self._target_ids)
+        assert spec.taps is not None
+        self.info = DrafterInfo(name, "eagle3", spec.taps, checkpoint.target_fingerprint, checkpoint.parameters)
+
+    def new_session(self) -> DraftSession:
+        return DraftSession(KVRows(self._spec.layers))
+
+    def observe(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
+        """Append true rows: tokens [n] at positions base + 1 .., features of positions base ..
+
+        Raises:
+            AerieError: FEATURE_GAP when ``features.base`` is not the next position; INVALID_ARGUMENT when the
+                taps are not this drafter's.
+        """
+        if features.base != session.length:
+            raise AerieError(Reason.FEATURE_GAP, f"features start at {features.base}, expected {session.length}")
+        if set(features.rows) != set(self.info.taps) or len(features) != len(tokens):
+            raise AerieError(Reason.INVALID_ARGUMENT, "features do not match the drafter's taps or the tokens")
+        for start in range(0, len(tokens), _CHUNK):
+            stop = min(start + _CHUNK, len(tokens))
+            taps = [_to_mlx(features.rows[tap][start:stop], self._dtype) for tap in self.info.taps]
+            self._observe_rows(session, tokens[start:stop], self._network.fuse(taps))
+
+    def _observe_rows(self, session: DraftSession, tokens: IntArray, hidden: mx.array) -> None:
+        n = len(tokens)
+        positions = np.arange(session.length, session.length + n, dtype=np.int32)
+        rows = Rows(session.kv, session.length, self._mask(session, positions, None), 0)
+        out = self._network(self._embed(mx.array(tokens)), hidden, rows)
+        session.kv.commit(range(n))
+        session.kept = np.concatenate([session.kept, positions])
+        session.length += n
+        session.last = mx.contiguous(self._recycle(out[-1:]))
+        mx.async_eval(session.last, session.kv.arrays())
+        self._slide(session)
+
+    def expand(self, session: DraftSession, frontier: Frontier) -> mx.array:
+        width = frontier.tokens.shape[0]
+        # A row sits one position before its token; a node at depth d holds the token at position length + d.
+        position = session.length + frontier.depth - 1
+        own = np.full(width, position, np.int32)
+        mask = self._mask(session, own, frontier.ancestors)
+        rows = Rows(session.kv, mx.array(own), mask, frontier.scratch)
+        return self._recycle(self._network(self._embed(frontier.tokens), frontier.hidden, rows))
+
+    def top_children(self, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
+        normed = hidden if self._spec.recycle_post_norm else self._network.norm(hidden)
+        logits = normed @ self._head.T
+        if self._spec.logit_scale != 1:
+            logits = logits * self._spec.logit_scale
+        log_probs, ids = top_log_probs(logits, min(k, self._spec.draft_vocab_size))
+        return log_probs, self._target_ids[ids]
+
+    def _embed(self, tokens: mx.array) -> mx.array:
+        return self._embedding[tokens].astype(self._dtype)
+
+    def _recycle(self, out: mx.array) -> mx.array:
+        return self._network.norm(out) if self._spec.recycle_post_norm else out
+
+    def _mask(self, session: DraftSession, positions: IntArray, ancestors: mx.array | None) -> mx.array | str | None:
+        """Rows see j <= i with j < SINK_ROWS or j > i - window; tree rows see their ancestors too."""
+        slides = positions[-1] >= self._window
+        visible = _sees(positions, session.kept, self._window) if slides else None
+        if ancestors is None:
+            if visible is None:
+                return None if len(positions) == 1 else "causal"
+            return mx.array(np.concatenate([visible, _sees(positions, positions, self._window)], axis=1))
+        prefix = mx.ones((len(positions), len(session.kept)), mx.bool_) if visible is None else mx.array(visible)
+        return mx.concatenate([prefix, ancestors], axis=1)
+
+    def _slide(self, session: DraftSession) -> None:
+        """Free rows that no later row can see, some at a time."""
+        oldest = session.length - self._window
+        gone = int(np.searchsorted(session.kept, oldest)) - SINK_ROWS
+        if gone >= _DROP_STEP:
+            session.kv.drop(SINK_ROWS, SINK_ROWS + gone)
+            session.kept = np.delete(session.kept, np.s_[SINK_ROWS : SINK_ROWS + gone])
+
+
+def _sees(queries: IntArray, keys: IntArray, window: int) -> BoolArray:
+    back = queries[:, None] - keys[None]
+    sees: BoolArray = (back >= 0) & ((keys[None] < SINK_ROWS) | (back < window))
+    return sees
+
+
+def _to_mlx(rows: NDArray[Any], dtype: mx.Dtype) -> mx.array:
+    """Features as they travel: float32, or bfloat16 as uint16 bytes."""
+    array = mx.array(np.ascontiguousarray(rows))
+    return (array.view(mx.bfloat16) if rows.dtype == np.uint16 else array).astype(dtype)
+
+
+def _fill_biases(spec: Eagle3Spec, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Attention biases may leave out the output's: zero then."""
+    filled = dict(weights)
+    if spec.attention_bias:
+        for layer in range(spec.layers):
+            name = f"layers.{layer}.self_attn.o_proj.bias"
+            filled.setdefault(name, mx.zeros((spec.hidden_size,), next(iter(weights.values())).dtype))
+    return filled

@@ -1,0 +1,92 @@
+"""Growth of a draft tree on the device; ``speculation.growth`` holds the exact form.
+
+Each depth expands at most ``top_k`` frontier nodes in one forward. Without a stop rule nothing is read back
+until the last depth: one synchronisation a tree.
+"""
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from services.drafter.family import DraftModel, DraftSession, Frontier
+from services.speculation.growth import Budget, Candidates, rerank
+from services.speculation.trees import DraftTree
+
+
+def grow(model: DraftModel, session: DraftSession, root_token: int, budget: Budget) -> DraftTree:
+    """Propose a tree below the pending token.
+
+    Args:
+        model: The drafter.
+        session: With every committed position but the pending one's observed.
+        root_token: The pending token.
+        budget: Limits and the stop rule.
+    """
+    if session.last is None or budget.max_depth < 1 or budget.max_nodes < 2:
+        return DraftTree.root(root_token)
+    hidden, scores = session.last, mx.zeros((1,))
+    ancestors = mx.zeros((1, 0), mx.bool_)
+    levels: list[tuple[mx.array, mx.array]] = []  # log-probabilities and tokens [f, k] of the children of a frontier
+    picks: list[mx.array] = []  # flat indices into the level before: the frontier that was expanded
+    scratch = 0
+    for depth in range(1, budget.max_depth + 1):
+        log_probs, tokens = model.top_children(hidden, budget.top_k)
+        levels.append((log_probs, tokens))
+        if depth == budget.max_depth:
+            break
+        totals = (scores[:, None] + log_probs).reshape(-1)
+        width = _frontier_width(levels, picks, totals, budget)
+        if width == 0:
+            break
+        pick = mx.argsort(-totals)[:width]
+        picks.append(pick)
+        parents = pick // log_probs.shape[1]
+        scores = totals[pick]
+        ancestors = mx.concatenate([ancestors[parents], mx.eye(width, dtype=mx.bool_)], axis=1)
+        frontier = Frontier(tokens.reshape(-1)[pick], hidden[parents], ancestors, depth, scratch)
+        hidden = model.expand(session, frontier)
+        scratch += width
+    mx.eval(levels, picks)
+    return rerank(root_token, _collect(levels, picks), budget)
+
+
+def _frontier_width(
+    levels: list[tuple[mx.array, mx.array]], picks: list[mx.array], totals: mx.array, budget: Budget
+) -> int:
+    """How many of the best new nodes to expand: top_k, or fewer under a stop rule, which reads scores back.
+
+    A node below the rule's floor has no children in the tree, and neither has one that is worse than the best
+    ``max_nodes - 1`` candidates so far: its children are worse still.
+    """
+    width = min(budget.top_k, totals.shape[0])
+    if budget.min_log_prob == -np.inf:
+        return width
+    mx.eval(levels, picks)
+    scores = _total_scores(_collect(levels, picks))
+    scores[np.isnan(scores)] = -np.inf
+    rivals = np.sort(scores)[::-1]
+    room = budget.max_nodes - 1
+    floor = max(budget.min_log_prob, rivals[room - 1] if len(rivals) >= room else -np.inf)
+    return min(width, int((scores[-totals.shape[0] :] >= floor).sum()))
+
+
+def _collect(levels: list[tuple[mx.array, mx.array]], picks: list[mx.array]) -> Candidates:
+    """Number all children of all expanded nodes, level by level."""
+    tokens, parents, log_probs = [], [], []
+    frontier: NDArray[np.int64] = np.array([-1])
+    base = 0
+    for index, (values, ids) in enumerate(levels):
+        tokens.append(np.array(ids).reshape(-1))
+        log_probs.append(np.array(values, np.float64).reshape(-1))
+        parents.append(np.repeat(frontier, values.shape[1]))
+        if index < len(picks):
+            frontier = base + np.array(picks[index], np.int64)
+        base += values.size
+    return Candidates(np.concatenate(tokens).astype(np.int64), np.concatenate(parents), np.concatenate(log_probs))
+
+
+def _total_scores(candidates: Candidates) -> NDArray[np.float64]:
+    totals = np.zeros(len(candidates.tokens) + 1)
+    for node, parent in enumerate(candidates.parents):
+        totals[node] = totals[parent] + candidates.log_probs[node]
+    return totals[:-1]

@@ -1,0 +1,63 @@
+"""Which drafter serves a session, and how large its trees may be."""
+
+import math
+from dataclasses import dataclass, replace
+
+from services.runtime.registry import Entry, MemoryRegistry
+from services.speculation.errors import AerieError, Reason
+from services.speculation.growth import Budget
+from services.speculation.messages import TargetInfo
+
+# Presets until the cost model of a later version: on the CPU every row of a tree costs, and the stop rule drops
+# nodes that would cost more to verify than they bring; on a GPU a small target's forward costs the same for 1 row
+# and 64.
+PRESETS = {
+    "cpu": Budget(max_nodes=12, max_depth=6, top_k=4, min_log_prob=math.log(0.1)),
+    "gpu": Budget(max_nodes=48, max_depth=6, top_k=10),
+}
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """A user's overrides of the preset; None keeps it."""
+
+    nodes: int | None = None
+    depth: int | None = None
+    top_k: int | None = None
+
+    def budget(self, target: TargetInfo) -> Budget:
+        """The preset of the target's device with these overrides.
+
+        Raises:
+            AerieError: INVALID_ARGUMENT outside 1..max_tree_nodes, depth below 0 or top_k below 1.
+        """
+        if self.nodes is not None and not 1 <= self.nodes <= target.max_tree_nodes:
+            raise AerieError(Reason.INVALID_ARGUMENT, f"tree nodes must be 1..{target.max_tree_nodes}")
+        if self.depth is not None and self.depth < 0:
+            raise AerieError(Reason.INVALID_ARGUMENT, "tree depth must be 0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise AerieError(Reason.INVALID_ARGUMENT, "tree top_k must be 1 or more")
+        given = {"max_nodes": self.nodes, "max_depth": self.depth, "top_k": self.top_k}
+        return replace(PRESETS[target.device], **{name: value for name, value in given.items() if value is not None})
+
+
+def pick_drafter(registry: MemoryRegistry, wanted: str, target: TargetInfo) -> Entry | None:
+    """The drafter for a session: ``auto``, ``off``, a family or a name.
+
+    Raises:
+        AerieError: DRAFTER_UNAVAILABLE when one is asked for by name or family and none serves.
+    """
+    if wanted == "off":
+        return None
+    entries = [e for e in registry.list("drafter") if _fits(e, target)]
+    if wanted == "auto":
+        return entries[0] if entries else None
+    for entry in entries:
+        if wanted in (entry.name, entry.data["family"]):
+            return entry
+    served = ", ".join(e.name for e in entries) or "none"
+    raise AerieError(Reason.DRAFTER_UNAVAILABLE, f"no drafter {wanted!r} serves this target (there: {served})")
+
+
+def _fits(entry: Entry, target: TargetInfo) -> bool:
+    return entry.data.get("target_fingerprint") in (None, target.weights_fingerprint)

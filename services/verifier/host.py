@@ -1,0 +1,336 @@
+"""The actor that owns the target: whatever work has queued when the device is free forms the next batch."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+from services.runtime.actor import Actor
+from services.runtime.bus import MemoryBus
+from services.runtime.device import DeviceThread, Priority
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import (
+    Features,
+    FromVerifier,
+    History,
+    Open,
+    PortError,
+    Prefilled,
+    Tap,
+    TokenLogProbs,
+    ToVerifier,
+    Truncate,
+    Verdict,
+    Verify,
+)
+from services.speculation.walk import walk
+from services.targets.ragged import SessionRows
+from services.targets.target import Target
+from services.verifier.kv import KVBudget
+from services.verifier.sessions import (
+    Reply,
+    VerifierSession,
+    check_open,
+    check_verify,
+    open_session,
+    to_numpy,
+)
+
+log = logging.getLogger(__name__)
+
+PREFILL_ROWS = 512
+"""Prompt rows in one batch: running sessions wait no longer than that."""
+
+
+@dataclass(frozen=True, eq=False)
+class FromClient:
+    """A message of one stream; ``reply`` delivers answers to it."""
+
+    message: ToVerifier
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A stream has ended."""
+
+    session: str
+    epoch: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """One session's rows of the next batch: a verify, or a slice of its prompt when ``verify`` is None."""
+
+    session: VerifierSession
+    verify: Verify | None
+
+
+Delivery = tuple[VerifierSession, FromVerifier]
+
+
+class VerifierHost(Actor[FromClient | Closed]):
+    """Opens sessions, batches their work, walks their trees.
+
+    Args:
+        target: Loaded on ``device``'s thread.
+        device: Shared with the drafter host in embedded mode.
+        kv_bytes: Budget of all sessions' caches; None is unlimited.
+        bus: Receives ``session.opened`` and ``session.closed``.
+    """
+
+    def __init__(
+        self, target: Target, device: DeviceThread, kv_bytes: int | None = None, bus: MemoryBus | None = None
+    ) -> None:
+        super().__init__("verifier")
+        self.info = target.info
+        self.budget = KVBudget(kv_bytes, target.kv_bytes_per_row)
+        self.sessions: dict[str, VerifierSession] = {}
+        self.batches = 0
+        self.batched_rows = 0
+        self._target = target
+        self._device = device
+        self._bus = bus or MemoryBus()
+        self._ready: deque[_Work] = deque()
+        self._pumping: asyncio.Task[None] | None = None
+
+    async def handle(self, message: FromClient | Closed) -> None:
+        if isinstance(message, Closed):
+            self._close(message)
+            return
+        try:
+            await self._accept(message)
+        except AerieError as error:
+            self._refuse(message, error)
+
+    async def stopped(self) -> None:
+        if self._pumping:
+            self._pumping.cancel()
+
+    async def _accept(self, envelope: FromClient) -> None:
+        match envelope.message:
+            case Open() as request:
+                self._open(request, envelope.reply)
+            case Verify() as verify:
+                session = self._session(verify.session)
+                if self._repeat(session, verify):
+                    return
+                check_verify(session, verify, self.info)
+                self._queue(_Work(session, verify))
+            case Truncate() as cut:
+                session = self._session(cut.session)
+                await self._device.run(lambda: session.truncate(cut.length), Priority.VERIFY)
+
+    def _open(self, request: Open, reply: Reply) -> None:
+        check_open(request, self.info)
+        if older := self.sessions.get(request.session):
+            if request.epoch <= older.request.epoch:
+                raise AerieError(
+                    Reason.STALE_ROUND, f"session {request.session} lives with epoch {older.request.epoch}"
+                )
+            older.reply(PortError(request.session, Reason.STALE_ROUND, f"epoch {request.epoch} took over"))
+            self._close(Closed(request.session, older.request.epoch))
+        limit = min(request.prompt_len + request.max_tokens, self.info.context_length)
+        lease = self.budget.lease(limit + self.info.max_tree_nodes)
+        session = open_session(request, self.info, self._target.new_kv(), lease, reply)
+        self.sessions[request.session] = session
+        self._bus.publish("session.opened", session=request.session, tokens=len(request.tokens))
+        self._queue(_Work(session, None))
+
+    def _session(self, name: str) -> VerifierSession:
+        if name not in self.sessions:
+            raise AerieError(Reason.SESSION_UNKNOWN, f"no session {name}")
+        return self.sessions[name]
+
+    def _repeat(self, session: VerifierSession, verify: Verify) -> bool:
+        """Answer the last committed round again, from memory, whatever tree it carries."""
+        last = session.last
+        if last is None or (verify.epoch, verify.round, verify.base_len) != (last.epoch, last.round, last.base_len):
+            return False
+        session.reply(last)
+        return True
+
+    def _refuse(self, envelope: FromClient, error: AerieError) -> None:
+        message, expected = envelope.message, None
+        session = self.sessions.get(message.session)
+        if session and error.reason is Reason.STALE_ROUND:
+            expected = (session.request.epoch, session.round, len(session.tokens))
+        envelope.reply(PortError(message.session, error.reason, error.message, expected))
+
+    def _close(self, closed: Closed) -> None:
+        session = self.sessions.get(closed.session)
+        if session is None or session.request.epoch != closed.epoch:
+            return
+        del self.sessions[closed.session]
+        session.closed = True
+        self.budget.release(session.lease)
+        self._bus.publish("session.closed", session=closed.session, tokens=len(session.tokens))
+
+    def _queue(self, work: _Work) -> None:
+        self._ready.append(work)
+        if self._pumping is None or self._pumping.done():
+            self._pumping = asyncio.create_task(self._pump(), name="verifier-pump")
+
+    async def _pump(self) -> None:
+        """Run batches while there is work. A batch is formed when the device gets to it, not before."""
+        while self._ready:
+            urgent = any(work.verify for work in self._ready)
+            deliveries = await self._device.run(self._step, Priority.VERIFY if urgent else Priority.SLICE)
+            for session, message in deliveries:
+                if not session.closed:
+                    session.reply(message)
+
+    def _step(self) -> list[Delivery]:
+        """On the device thread: take a batch, run it, walk and commit."""
+        batch = self._take()
+        if not batch:
+            return []
+        try:
+            return self._run(batch)
+        except Exception as error:
+            incident = uuid.uuid4().hex[:8]
+            log.exception("batch failed, incident %s", incident)
+            reason = error.reason if isinstance(error, AerieError) else Reason.INTERNAL
+            return [(w.session, PortError(w.session.request.session, reason, f"incident {incident}")) for w in batch]
+
+    def _take(self) -> list[_Work]:
+        batch: list[_Work] = []
+        room = PREFILL_ROWS
+        for _ in range(len(self._ready)):  # a deque: the event loop may append meanwhile
+            work = self._ready.popleft()
+            if work.session.closed:
+                continue
+            if work.verify is None and room <= 0:
+                self._ready.append(work)
+                continue
+            room -= 0 if work.verify else _slice_length(work.session)
+            batch.append(work)
+        return batch
+
+    def _run(self, batch: list[_Work]) -> list[Delivery]:
+        start = time.perf_counter()
+        rows = [_rows_of(work) for work in batch]
+        taps = frozenset(tap for work in batch for tap in work.session.request.taps)
+        out = self._target.forward(rows, taps)
+        best = None if out.logits is None else mx.argmax(out.logits, axis=-1)
+        keep_logits = any(work.session.needs_logits and r.logits != "none" for work, r in zip(batch, rows, strict=True))
+        mx.eval(*out.taps.values(), *([] if best is None else [best]), *([out.logits] if keep_logits else []))
+        choices = np.zeros(0, np.int32) if best is None else np.array(best)
+        self.batches += 1
+        self.batched_rows += sum(len(r.tokens) for r in rows)
+
+        deliveries: list[Delivery] = []
+        first_row = first_logit = 0
+        for work, r in zip(batch, rows, strict=True):
+            count = {"all": len(r.tokens), "last": 1, "none": 0}[r.logits]
+            logits = out.logits[first_logit : first_logit + count] if work.session.needs_logits and count else None
+            judge = _Judge(work.session, choices[first_logit : first_logit + count], logits)
+            features = _features(work.session, out.taps, first_row, len(r.tokens))
+            finish = _finish_verify if work.verify else self._finish_slice
+            deliveries += finish(work, judge, features, start)
+            first_row, first_logit = first_row + len(r.tokens), first_logit + count
+        return deliveries
+
+    def _finish_slice(self, work: _Work, judge: "_Judge", features: Features, start: float) -> list[Delivery]:
+        session, request = work.session, work.session.request
+        session.kv.commit(range(_slice_length(session)))
+        mx.async_eval(session.kv.arrays())
+        done = session.kv.length
+        deliveries: list[Delivery] = []
+        if done < len(session.tokens):
+            following = tuple(session.tokens[features.base + 1 : done + 1])
+            self._ready.append(_Work(session, None))
+        else:
+            token = judge.choose(0, done, ())
+            log_probs = judge.log_probs((0,), (token,))
+            finish = session.commit_tokens((token,))
+            session.prefilled = True
+            following = tuple(session.tokens[features.base + 1 :])
+            seconds = time.monotonic() - session.opened
+            prefilled = Prefilled(request.session, request.epoch, token, finish, seconds, log_probs)
+            deliveries = [(session, prefilled)]
+        if request.taps:
+            deliveries.insert(0, (session, History(request.session, request.epoch, features, following)))
+        return deliveries
+
+
+def _finish_verify(work: _Work, judge: "_Judge", features: Features, start: float) -> list[Delivery]:
+    session, verify = work.session, work.verify
+    assert verify is not None
+    base, tree = len(session.tokens), verify.tree
+
+    def choose(path: tuple[int, ...]) -> int:
+        drafted = tuple(int(tree.tokens[node]) for node in path[1:])
+        return judge.choose(path[-1], base + len(drafted), drafted)
+
+    accepted = walk(tree, choose, session.eos_ids)
+    tokens = (*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus)
+    session.kv.commit(accepted.path)
+    mx.async_eval(session.kv.arrays())
+    log_probs = judge.log_probs(accepted.path, tokens)
+    verdict = Verdict(
+        session=verify.session,
+        epoch=verify.epoch,
+        round=verify.round,
+        base_len=verify.base_len,
+        path=accepted.path,
+        tokens=tokens,
+        finish=session.commit_tokens(tokens),
+        features=replace(features, rows={tap: r[list(accepted.path)] for tap, r in features.rows.items()}),
+        seconds=time.perf_counter() - start,
+        log_probs=log_probs,
+    )
+    session.round += 1
+    session.last = verdict
+    return [(session, verdict)]
+
+
+class _Judge:
+    """The target's choice at the rows of one session.
+
+    Args:
+        session: Whose sampler and counts apply.
+        best: [rows] argmax of the raw logits.
+        logits: [rows, V] raw logits, or None when the argmax decides.
+    """
+
+    def __init__(self, session: VerifierSession, best: "np.ndarray[tuple[int], np.dtype[np.int32]]", logits: mx.array | None) -> None:
+        self._session, self._best, self._logits = session, best, logits
+
+    def choose(self, row: int, position: int, path_tokens: tuple[int, ...]) -> int:
+        if self._session.request.sampler.plain_argmax:
+            return int(self._best[row])
+        return self._session.choose(self._row(row), position, path_tokens)
+
+    def log_probs(self, rows: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[TokenLogProbs, ...]:
+        if self._session.request.top_logprobs is None:
+            return ()
+        return tuple(self._session.log_probs(self._row(r), t) for r, t in zip(rows, tokens, strict=True))
+
+    def _row(self, row: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+        assert self._logits is not None
+        return np.array(self._logits[row].astype(mx.float32))
+
+
+def _slice_length(session: VerifierSession) -> int:
+    return min(PREFILL_ROWS, len(session.tokens) - session.kv.length)
+
+
+def _rows_of(work: _Work) -> SessionRows:
+    session = work.session
+    if work.verify:
+        return SessionRows(session.kv, work.verify.tree.tokens, work.verify.tree.parents)
+    start, length = session.kv.length, _slice_length(session)
+    last = start + length == len(session.tokens)
+    return SessionRows.chunk(session.kv, session.tokens[start : start + length], "last" if last else "none")
+
+
+def _features(session: VerifierSession, taps: dict[Tap, mx.array], start: int, count: int) -> Features:
+    rows = {tap: to_numpy(taps[tap][start : start + count]) for tap in session.request.taps}
+    return Features(session.kv.length, rows)
+

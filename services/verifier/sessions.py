@@ -1,0 +1,177 @@
+"""One session on the verifier: its committed tokens, its cache, and how the target chooses."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from services.speculation import warpers
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import (
+    FinishReason,
+    FromVerifier,
+    Open,
+    TargetInfo,
+    TokenLogProbs,
+    Verdict,
+    Verify,
+)
+from services.speculation.noise import gumbel
+from services.speculation.session import token_limit
+from services.speculation.trees import node_depths
+from services.speculation.warpers import Counts
+from services.targets.kv_rows import KVRows
+
+Reply = Callable[[FromVerifier], None]
+
+
+@dataclass(eq=False)
+class VerifierSession:
+    """Mutable state of one generation.
+
+    Attributes:
+        request: The ``Open`` that started it.
+        limit: Most committed tokens.
+        kv: Its cache; ``kv.length`` is ``len(tokens) - 1`` between rounds.
+        lease: Bytes to give back to the budget.
+        reply: Delivers messages to the session's stream.
+        tokens: Committed tokens, the pending one last.
+        counts: What penalties look at, when there are any.
+        round: The round expected next.
+        last: The newest verdict, for repeats.
+        closed: Its stream has ended.
+    """
+
+    request: Open
+    limit: int
+    kv: KVRows
+    lease: int
+    reply: Reply
+    tokens: list[int]
+    counts: Counts | None
+    round: int = 0
+    prefilled: bool = False
+    last: Verdict | None = None
+    closed: bool = False
+    opened: float = field(default_factory=time.monotonic)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return frozenset() if self.request.ignore_eos else frozenset(self.request.eos_ids)
+
+    @property
+    def needs_logits(self) -> bool:
+        return not self.request.sampler.plain_argmax or self.request.top_logprobs is not None
+
+    def choose(self, logits: warpers.Logits, position: int, path_tokens: Sequence[int]) -> int:
+        """The target's token for ``position``, after ``path_tokens`` uncommitted ones."""
+        sampler = self.request.sampler
+        noise = None if sampler.greedy else gumbel(self.request.seed, position, len(logits))
+        counts = self.counts.plus(path_tokens) if self.counts and path_tokens else self.counts
+        return warpers.choose(logits, sampler, noise, counts)
+
+    def commit_tokens(self, tokens: Sequence[int]) -> FinishReason | None:
+        """Append emitted tokens; says whether the sequence ends with them."""
+        self.tokens.extend(tokens)
+        if self.counts:
+            self.counts = self.counts.plus(tokens)
+        if tokens[-1] in self.eos_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def truncate(self, length: int) -> None:
+        """Cut the committed tokens, KV and counts to ``length`` (at least the prompt and one token)."""
+        if not self.request.prompt_len < length <= len(self.tokens):
+            raise AerieError(Reason.INVALID_ARGUMENT, f"cannot truncate {len(self.tokens)} tokens to {length}")
+        del self.tokens[length:]
+        self.kv.truncate(length - 1)
+        if self.counts:
+            self.counts = _counts(self.request, self.tokens, len(self.counts.seen))
+
+    def log_probs(self, logits: warpers.Logits, token: int) -> TokenLogProbs:
+        """What clients see of one token: unwarped log-probabilities."""
+        values = warpers.log_probs(logits)
+        top = self.request.top_logprobs or 0
+        best = np.argsort(-values, kind="stable")[:top]
+        return TokenLogProbs(token, float(values[token]), tuple((int(i), float(values[i])) for i in best))
+
+
+def open_session(request: Open, info: TargetInfo, kv: KVRows, lease: int, reply: Reply) -> VerifierSession:
+    """A fresh session; ``check_open`` has passed."""
+    return VerifierSession(
+        request=request,
+        limit=token_limit(request, info.context_length),
+        kv=kv,
+        lease=lease,
+        reply=reply,
+        tokens=list(request.tokens),
+        counts=_counts(request, request.tokens, info.vocab_size),
+    )
+
+
+def _counts(request: Open, tokens: Sequence[int], vocab_size: int) -> Counts | None:
+    s = request.sampler
+    if s.repetition_penalty == 1 and not s.presence_penalty and not s.frequency_penalty:
+        return None
+    return Counts.of(vocab_size, tokens[: request.prompt_len], tokens[request.prompt_len :])
+
+
+def check_open(request: Open, info: TargetInfo) -> None:
+    """Refuse what cannot run, before work starts.
+
+    Raises:
+        AerieError: PROMPT_EMPTY, PROMPT_TOO_LONG or INVALID_ARGUMENT.
+    """
+    if not request.tokens or request.prompt_len < 1:
+        raise AerieError(Reason.PROMPT_EMPTY, "the prompt has no tokens")
+    if len(request.tokens) >= info.context_length:
+        raise AerieError(
+            Reason.PROMPT_TOO_LONG,
+            f"the prompt has {len(request.tokens)} tokens; the context of {info.context_length} leaves no room",
+        )
+    if not request.prompt_len <= len(request.tokens) < request.prompt_len + request.max_tokens:
+        raise AerieError(Reason.INVALID_ARGUMENT, f"max_tokens is {request.max_tokens}: nothing is left to generate")
+    if bad := next((t for t in request.tokens if not 0 <= t < info.vocab_size), None):
+        raise AerieError(Reason.INVALID_ARGUMENT, f"prompt token {bad} is outside the vocabulary of {info.vocab_size}")
+    if not 0 <= request.seed < 2**64:
+        raise AerieError(Reason.INVALID_ARGUMENT, "seed must be an unsigned 64-bit integer")
+    if request.top_logprobs is not None and not 0 <= request.top_logprobs <= info.vocab_size:
+        raise AerieError(Reason.INVALID_ARGUMENT, f"top_logprobs is {request.top_logprobs}")
+    for tap in request.taps:
+        if tap != "final" and not 0 <= tap <= info.layers:
+            raise AerieError(Reason.INVALID_ARGUMENT, f"tap {tap} outside 0..{info.layers}")
+    request.sampler.check_vocabulary(info.vocab_size)
+
+
+def check_verify(session: VerifierSession, verify: Verify, info: TargetInfo) -> None:
+    """Refuse a tree that is over a limit or not of this session's next round.
+
+    Raises:
+        AerieError: STALE_ROUND or INVALID_TREE.
+    """
+    tree, committed = verify.tree, len(session.tokens)
+    if not session.prefilled or (verify.epoch, verify.round, verify.base_len) != (
+        session.request.epoch,
+        session.round,
+        committed,
+    ):
+        raise AerieError(Reason.STALE_ROUND, f"expected round {session.round} on {committed} tokens")
+    if tree.tokens[0] != session.tokens[-1]:
+        raise AerieError(Reason.INVALID_TREE, f"the root is {tree.tokens[0]}, the pending token {session.tokens[-1]}")
+    if len(tree) > info.max_tree_nodes:
+        raise AerieError(Reason.INVALID_TREE, f"{len(tree)} nodes; the limit is {info.max_tree_nodes}")
+    if (tree.tokens < 0).any() or (tree.tokens >= info.vocab_size).any():
+        raise AerieError(Reason.INVALID_TREE, "a token is outside the vocabulary")
+    if committed + int(node_depths(tree.parents).max()) + 1 > session.limit:
+        raise AerieError(Reason.INVALID_TREE, f"the tree is deeper than the {session.limit - committed} tokens left")
+
+
+def to_numpy(rows: mx.array) -> NDArray[Any]:
+    """An evaluated feature array as it travels: NumPy, bfloat16 as uint16 bytes."""
+    if rows.dtype == mx.bfloat16:
+        return np.array(rows.view(mx.uint16))
+    return np.array(rows)
