@@ -102,11 +102,11 @@ class DrafterHost(Actor[FromClient | Closed]):
             case Observe():
                 hosted.queued.append(message)
                 if len(message.tokens) >= _SLICE_ROWS:
-                    self._run(envelope, lambda: self._observe(hosted), Priority.SLICE)
+                    self._submit(envelope, lambda: self._observe(hosted), Priority.SLICE)
             case Draft() as draft:
-                self._run(envelope, lambda: self._draft(hosted, draft), Priority.DRAFT)
+                self._submit(envelope, lambda: self._draft(hosted, draft), Priority.DRAFT)
 
-    def _run(self, envelope: FromClient, job: Callable[[], FromDrafter | None], priority: Priority) -> None:
+    def _submit(self, envelope: FromClient, job: Callable[[], FromDrafter | None], priority: Priority) -> None:
         """Queue a job for the device; its answer goes to the stream from the event loop."""
         loop = asyncio.get_running_loop()
 

@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 from services.orchestrator.stats import Stats
 from services.orchestrator.text import TextStream
@@ -17,6 +16,7 @@ from services.speculation.messages import (
     FinishReason,
     FromDrafter,
     FromVerifier,
+    PortError,
     Prefilled,
     ToDrafter,
     TokenLogProbs,
@@ -116,9 +116,9 @@ class Generation(Actor[Event]):
             await self.stop()
 
     async def started(self) -> None:
-        self._readers.append(asyncio.create_task(self._pump(self._verifier, VerifierLost)))
+        self._readers.append(asyncio.create_task(self._pump_verifier(self._verifier)))
         if self._drafter:
-            self._readers.append(asyncio.create_task(self._pump(self._drafter, DrafterLost)))
+            self._readers.append(asyncio.create_task(self._pump_drafter(self._drafter)))
         await self.handle(Start())
 
     async def stopped(self) -> None:
@@ -150,15 +150,24 @@ class Generation(Actor[Event]):
             return
         raise error
 
-    async def _pump(self, stream: Stream[Any, Any], lost: Callable[[str], Event]) -> None:
+    async def _pump_verifier(self, stream: Stream[ToVerifier, FromVerifier]) -> None:
         with contextlib.suppress(ActorStopped):
             try:
                 while True:
                     self.tell(await stream.receive())
-            except ActorStopped:
-                raise
             except ConnectionError as error:
-                self.tell(lost(str(error)))
+                self.tell(VerifierLost(str(error)))
+
+    async def _pump_drafter(self, stream: Stream[ToDrafter, FromDrafter]) -> None:
+        with contextlib.suppress(ActorStopped):
+            try:
+                while True:
+                    message = await stream.receive()
+                    # The verifier alone decides a session's fate: a drafter's error only ends its drafting.
+                    lost = isinstance(message, PortError)
+                    self.tell(DrafterLost(f"{message.reason}: {message.message}") if lost else message)
+            except ConnectionError as error:
+                self.tell(DrafterLost(str(error)))
 
     async def _perform(self, effect: Effect) -> None:
         match effect:

@@ -191,7 +191,7 @@ class VerifierHost(Actor[FromClient | Closed]):
         if not batch:
             return []
         try:
-            return self._run(batch)
+            return self._run_batch(batch)
         except Exception as error:
             incident = uuid.uuid4().hex[:8]
             log.exception("batch failed, incident %s", incident)
@@ -212,7 +212,7 @@ class VerifierHost(Actor[FromClient | Closed]):
             batch.append(work)
         return batch
 
-    def _run(self, batch: list[_Work]) -> list[Delivery]:
+    def _run_batch(self, batch: list[_Work]) -> list[Delivery]:
         start = time.perf_counter()
         rows = [_rows_of(work) for work in batch]
         taps = frozenset(tap for work in batch for tap in work.session.request.taps)
