@@ -5,7 +5,9 @@
 """
 
 import asyncio
+import atexit
 import functools
+import gc
 import queue
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -26,7 +28,7 @@ from services.orchestrator.service import Orchestrator, Request
 from services.orchestrator.stats import Stats
 from services.orchestrator.text import ChatTemplate
 from services.runtime.bus import MemoryBus
-from services.runtime.device import DeviceThread
+from services.runtime.device import device_thread
 from services.runtime.registry import Entry, MemoryRegistry
 from services.speculation.messages import DrafterInfo, FinishReason, TargetInfo
 from services.targets.loader import load_target
@@ -51,11 +53,11 @@ class Result:
 class Engine:
     """Verifier, drafter and orchestrator in this process. Thread-safe.
 
-    Use ``Engine.load``; close it (or use it as a context manager) to stop its threads.
+    Use ``Engine.load``; close it (or use it as a context manager) to free the models and stop its loop.
     """
 
     def __init__(self) -> None:
-        self.device = DeviceThread()
+        self.device = device_thread()
         self.registry = MemoryRegistry()
         self.bus = MemoryBus()
         self.target: Target
@@ -65,6 +67,7 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="aerie-loop", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # daemon threads must not outlive the interpreter's shutdown
 
     @classmethod
     def load(
@@ -214,7 +217,7 @@ class Engine:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
-        """Stop the actors and threads."""
+        """Stop the actors and free the models."""
         if self._loop.is_closed():
             return
 
@@ -223,11 +226,16 @@ class Engine:
             for host in hosts:
                 await host.stop()
 
+        atexit.unregister(self.close)
         self._call(stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self.device.close()
+        # Free the model now and on its own thread, not whenever the garbage collector comes.
+        self.drafters.clear()
+        for name in ("target", "orchestrator", "verifier"):
+            self.__dict__.pop(name, None)
+        self.on_device(gc.collect)
 
     def __enter__(self) -> "Engine":
         return self

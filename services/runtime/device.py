@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import IntEnum
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,13 +30,16 @@ class Priority(IntEnum):
 
 
 class DeviceThread:
-    """Runs submitted functions one at a time, by priority, then in order of arrival."""
+    """Runs submitted functions one at a time, by priority, then in order of arrival.
+
+    The thread never ends: a native thread that exits runs MLX's thread-local destructors, which take the GIL and
+    abort the process when the interpreter is shutting down. Use ``device_thread``.
+    """
 
     def __init__(self) -> None:
         self._queue: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
-        self._closed = False
         self._thread = threading.Thread(target=self._run, name="aerie-device", daemon=True)
         self._thread.start()
 
@@ -43,8 +47,6 @@ class DeviceThread:
         """Queue ``function``; the future carries its result or exception."""
         future: Future[T] = Future()
         with self._wake:
-            if self._closed:
-                raise RuntimeError("the device thread is closed")
             heapq.heappush(self._queue, (priority, next(self._order), function, future))
             self._wake.notify()
         return future
@@ -53,21 +55,11 @@ class DeviceThread:
         """``submit`` for coroutines. Cancelling the caller drops work that has not started."""
         return await asyncio.wrap_future(self.submit(function, priority))
 
-    def close(self) -> None:
-        """Finish what is queued, then stop."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._queue and not self._closed:
+                while not self._queue:
                     self._wake.wait()
-                if not self._queue:
-                    return
                 _, _, function, future = heapq.heappop(self._queue)
             if not future.set_running_or_notify_cancel():
                 continue
@@ -81,3 +73,9 @@ class DeviceThread:
                 del result
             # A finished closure can hold a model; do not keep it until the next one comes.
             del function, future
+
+
+@cache
+def device_thread() -> DeviceThread:
+    """The device thread of this process."""
+    return DeviceThread()
