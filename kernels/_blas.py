@@ -49,7 +49,7 @@ def preload() -> None:
         return
     if importlib.util.find_spec("mlx_cpu") or not importlib.util.find_spec("mlx"):
         warnings.warn(
-            "no fast BLAS found: the CPU backend will be 10 to 70 times slower (pip install scipy-openblas32==0.3.23.293)",
+            "no fast BLAS found: the CPU will be 10 to 70 times slower; pip install scipy-openblas32==0.3.23.293",
             stacklevel=3,
         )
 

@@ -130,7 +130,8 @@ class DrafterHost(Actor[FromClient | Closed]):
         queued, hosted.queued = hosted.queued, []
         for observe in queued:
             self._model.observe(hosted.state, np.asarray(observe.tokens, np.int32), observe.features)
-            hosted.pending = observe.tokens[-1]
+            if observe.tokens:
+                hosted.pending = observe.tokens[-1]
         hosted.seconds += time.perf_counter() - start
 
     def _draft(self, hosted: _Hosted, draft: Draft) -> FromDrafter:
@@ -138,7 +139,11 @@ class DrafterHost(Actor[FromClient | Closed]):
         self._observe(hosted)
         start = time.perf_counter()
         rows = draft.base_len - 1
-        if hosted.state.length != rows:
+        if hosted.state.length > rows:
+            raise AerieError(
+                Reason.STALE_ROUND, f"a draft after {rows} rows, but {hosted.state.length} have been observed"
+            )
+        if hosted.state.length < rows:
             missing = ((hosted.state.length, rows),)
             return NeedFeatures(draft.session, draft.epoch, draft.round, missing)
         tree = grow(self._model, hosted.state, hosted.pending, draft.budget)

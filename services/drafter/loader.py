@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from services.drafter.eagle3.config import Overrides
+from services.drafter.eagle3.config import NO_OVERRIDES, Overrides
 from services.drafter.eagle3.model import Eagle3Drafter
 from services.drafter.eagle3.weights import check_fit, read_checkpoint
 from services.drafter.family import DraftModel
@@ -27,7 +27,7 @@ def shipped_checkpoint(family: str, target: TargetInfo) -> Path | None:
 
 
 def load_drafter(
-    path: Path, target: TargetInfo, shared: Callable[[str], mx.array], overrides: Overrides = Overrides()
+    path: Path, target: TargetInfo, shared: Callable[[str], mx.array], overrides: Overrides = NO_OVERRIDES
 ) -> DraftModel:
     """Load a checkpoint folder. Call on the device thread.
 

@@ -1,7 +1,7 @@
 """The composition root of one process, and the Python API.
 
-    with Engine.load() as engine:
-        print(engine.generate("Why is the sky blue?").text)
+with Engine.load() as engine:
+    print(engine.generate("Why is the sky blue?").text)
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from kernels import _blas
-from services.drafter.eagle3.config import Overrides
+from services.drafter.eagle3.config import NO_OVERRIDES, Overrides
 from services.drafter.family import DraftModel
 from services.drafter.host import DrafterHost
 from services.drafter.loader import choose_checkpoint, load_drafter
@@ -76,7 +76,7 @@ class Engine:
         drafter: str = "auto",
         threads: int | None = None,
         kv_bytes: int | None = None,
-        overrides: Overrides = Overrides(),
+        overrides: Overrides = NO_OVERRIDES,
     ) -> "Engine":
         """Load a target and a drafter.
 
@@ -200,7 +200,9 @@ class Engine:
         return Request(tokens=tokens, **options)
 
     async def _collect(self, request: Request) -> Result:
-        text, tokens, depths = "", [], []
+        text = ""
+        tokens: list[int] = []
+        depths: list[int] = []
         async for item in self.orchestrator.generate(request):
             if isinstance(item, Done):
                 return Result(text, tuple(tokens), tuple(depths), item.finish_reason, item.seed, item.stats)

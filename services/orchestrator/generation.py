@@ -164,8 +164,10 @@ class Generation(Actor[Event]):
                 while True:
                     message = await stream.receive()
                     # The verifier alone decides a session's fate: a drafter's error only ends its drafting.
-                    lost = isinstance(message, PortError)
-                    self.tell(DrafterLost(f"{message.reason}: {message.message}") if lost else message)
+                    if isinstance(message, PortError):
+                        self.tell(DrafterLost(f"{message.reason}: {message.message}"))
+                    else:
+                        self.tell(message)
             except ConnectionError as error:
                 self.tell(DrafterLost(str(error)))
 

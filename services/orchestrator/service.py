@@ -39,7 +39,7 @@ class Request:
 
     tokens: tuple[int, ...]
     max_tokens: int = 256
-    sampler: Sampler = Sampler()
+    sampler: Sampler = field(default_factory=Sampler)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False

@@ -4,8 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from services.speculation.warpers import Counts, Logits, Sampler, penalise, warp
+from services.speculation.warpers import Counts, Logits, Sampler, choose, penalise
+
+Wide = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 EPSILON_FLOAT32 = 1e-3
 EPSILON_HALF = 0.25
@@ -26,24 +30,44 @@ def is_tie(
     """
     # A repetition penalty stretches a logit's error with the logit.
     epsilon *= max(sampler.repetition_penalty, 1 / sampler.repetition_penalty)
-    if sampler.greedy:
-        return _gap(penalise(logits, sampler, counts)) < epsilon
-    if noise is None:
-        raise ValueError("a sampled position needs its noise")
-    scores = warp(logits, sampler, counts) + noise
-    if _gap(scores) * sampler.temperature < epsilon:
-        return True
-    winner = np.argmax(scores)
-    for slack in (epsilon, -epsilon):
-        moved = warp(logits, sampler, counts, slack) + noise
-        if np.argmax(moved) != winner or _gap(moved) * sampler.temperature < epsilon:
-            return True
-    return False
+    winner = choose(logits, sampler, noise, counts)
+    scores = penalise(logits, sampler, counts).astype(np.float64)
+    maybe = sure = np.isfinite(scores)
+    if noise is not None and not sampler.greedy:
+        # Differences of tempered logits move by at most this.
+        epsilon /= sampler.temperature
+        scores /= sampler.temperature
+        maybe, sure = _kept(scores, sampler, epsilon)
+        scores = scores + noise
+    rivals = maybe & (np.arange(len(scores)) != winner)
+    return not sure[winner] or bool((scores[rivals] > scores[winner] - epsilon).any())
 
 
-def _gap(scores: Logits) -> float:
-    best = np.partition(scores, -2)[-2:]
-    return float(best[1] - best[0])
+def _kept(scores: Wide, sampler: Sampler, epsilon: float) -> tuple[Mask, Mask]:
+    """Tokens that the cuts may keep, and those that they surely keep, when differences move by ``epsilon``.
+
+    The sorted scores move no further than the scores do, so a token's place is bounded by the tokens within
+    ``epsilon`` of it, and the mass before a place changes its odds by ``e^epsilon`` at most.
+    """
+    finite = np.isfinite(scores)
+    ordered = np.sort(scores[finite])[::-1]
+    k = min(sampler.top_k or len(ordered), len(ordered))
+    first = np.searchsorted(-ordered, -scores - epsilon, side="left")
+    last = np.searchsorted(-ordered, -scores + epsilon, side="right") - 1
+    maybe, sure = finite & (first < k), finite & (last < k)
+    if sampler.top_p < 1:
+        mass = np.cumsum(np.exp(ordered[:k] - ordered[0]))
+        before = np.concatenate([[0.0], mass / mass[-1]])
+        factor = np.exp(min(epsilon, 500.0))
+        maybe &= (before / (before + (1 - before) * factor))[np.minimum(first, k)] < sampler.top_p
+        sure &= (before * factor / (before * factor + 1 - before))[np.minimum(last, k)] < sampler.top_p
+    if sampler.min_p > 0:
+        span = np.log(sampler.min_p)
+        maybe &= scores >= ordered[0] + span - epsilon
+        # The best token is measured against the second: a token never falls below its own share.
+        best_other = np.where(scores == ordered[0], ordered[1] if len(ordered) > 1 else -np.inf, ordered[0])
+        sure &= scores >= best_other + span + epsilon
+    return maybe, sure
 
 
 @dataclass(frozen=True)

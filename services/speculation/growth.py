@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from services.speculation.trees import DraftTree
 
+_LOWEST = float(np.finfo(np.float32).min)  # trees carry float32: sums below it would turn into -inf
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -105,22 +107,25 @@ def rerank(root_token: int, candidates: Candidates, budget: Budget) -> DraftTree
         totals[node] = totals[parent] + min(candidates.log_probs[node], 0.0)
         depths[node] = depths[parent] + 1
     usable = np.isfinite(totals[:-1]) & (totals[:-1] >= budget.min_log_prob) & (depths[:-1] <= budget.max_depth)
-    # Ranks refer to the order being built, so ties between children of different parents are settled level by level.
-    rank = {-1: 0}
-    heap = [(-totals[n], 1, 0, int(candidates.tokens[n]), n) for n in np.flatnonzero(usable & (depths[:-1] == 1))]
-    heapq.heapify(heap)
     children: dict[int, list[int]] = {}
-    for node in np.flatnonzero(usable & (depths[:-1] > 1)):
-        children.setdefault(int(candidates.parents[node]), []).append(int(node))
+    for node in np.flatnonzero(usable).tolist():
+        children.setdefault(int(candidates.parents[node]), []).append(node)
+    # Ranks refer to the order being built, so ties between children of different parents are settled as they appear.
+    rank = {-1: 0}
+    heap: list[tuple[float, int, int, int, int]] = []
     chosen: list[int] = []
+
+    def push_children(parent: int) -> None:
+        for child in children.get(parent, ()):
+            entry = (-float(totals[child]), int(depths[child]), rank[parent], int(candidates.tokens[child]), child)
+            heapq.heappush(heap, entry)
+
+    push_children(-1)
     while heap and len(chosen) < budget.max_nodes - 1:
-        *_, node = heapq.heappop(heap)
-        chosen.append(int(node))
-        rank[int(node)] = len(chosen)
-        for child in children.get(int(node), ()):
-            heapq.heappush(
-                heap, (-totals[child], int(depths[child]), rank[int(node)], int(candidates.tokens[child]), child)
-            )
+        node = heapq.heappop(heap)[-1]
+        chosen.append(node)
+        rank[node] = len(chosen)
+        push_children(node)
     tokens = [root_token, *(int(candidates.tokens[n]) for n in chosen)]
     parents = [-1, *(rank[int(candidates.parents[n])] for n in chosen)]
     return _preorder(tokens, parents, [0.0, *(float(totals[n]) for n in chosen)])
@@ -144,5 +149,5 @@ def _preorder(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[fl
     return DraftTree.build(
         [tokens[n] for n in order],
         [position[parents[n]] if n else -1 for n in order],
-        [scores[n] for n in order],
+        [max(scores[n], _LOWEST) for n in order],
     )

@@ -7,7 +7,6 @@ tokens it builds on, so the root of its tree sits at position ``base_len - 1``.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import NDArray
 
 from services.speculation.errors import Reason

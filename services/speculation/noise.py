@@ -21,9 +21,12 @@ def philox(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.uint
     k0, k1 = key
     for _ in range(10):
         p0, p1 = _MULTIPLIERS[0] * x0, _MULTIPLIERS[1] * x2
-        x0, x1, x2, x3 = (p1 >> np.uint64(32)) ^ x1 ^ np.uint64(k0), p1 & _LOW, (
-            (p0 >> np.uint64(32)) ^ x3 ^ np.uint64(k1)
-        ), p0 & _LOW
+        x0, x1, x2, x3 = (
+            (p1 >> np.uint64(32)) ^ x1 ^ np.uint64(k0),
+            p1 & _LOW,
+            ((p0 >> np.uint64(32)) ^ x3 ^ np.uint64(k1)),
+            p0 & _LOW,
+        )
         k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
     return np.stack([x0, x1, x2, x3], axis=-1).astype(np.uint32)
 

@@ -111,39 +111,35 @@ def penalise(logits: Logits, sampler: Sampler, counts: Counts | None) -> Logits:
     return scores
 
 
-def warp(logits: Logits, sampler: Sampler, counts: Counts | None = None, slack: float = 0.0) -> Logits:
+def warp(logits: Logits, sampler: Sampler, counts: Counts | None = None) -> Logits:
     """Raw logits [V] -> warped logits [V]: tempered, cut tokens at -inf.
 
     Args:
         logits: Raw float32 logits of one position.
         sampler: Its settings; ``temperature`` must be above 0.
         counts: Tokens seen so far, for penalties.
-        slack: Moves every cut, for the test of ties: positive loosens it, negative tightens it. In logits for
-            top-k and min-p; for top-p, ``e^slack - 1`` of the mass at the cut.
     """
     scores = penalise(logits, sampler, counts) / np.float32(sampler.temperature)
     keep = np.isfinite(scores)
     if 0 < sampler.top_k < len(scores):
-        keep &= _top_k(scores, sampler.top_k, slack / sampler.temperature)
+        keep &= _top_k(scores, sampler.top_k)
     if sampler.top_p < 1:
-        keep &= _top_p(np.where(keep, scores, -np.inf), sampler.top_p, slack)
+        keep &= _top_p(np.where(keep, scores, -np.inf), sampler.top_p)
     if sampler.min_p > 0:
-        floor = scores[keep].max() + math.log(sampler.min_p) - slack / sampler.temperature
+        floor = scores[keep].max() + math.log(sampler.min_p)
         keep &= scores >= np.float32(floor)
     return np.where(keep, scores, np.float32(-np.inf)).astype(np.float32)
 
 
-def _top_k(scores: Logits, k: int, slack: float) -> NDArray[np.bool_]:
+def _top_k(scores: Logits, k: int) -> NDArray[np.bool_]:
     kth = np.partition(scores, -k)[-k]
-    if slack:
-        return scores >= kth - np.float32(slack)
-    above = scores > kth
-    at_cut = np.flatnonzero(scores == kth)[: k - int(above.sum())]
-    above[at_cut] = True
-    return above
+    kept: NDArray[np.bool_] = scores > kth
+    at_cut = np.flatnonzero(scores == kth)[: k - int(kept.sum())]
+    kept[at_cut] = True
+    return kept
 
 
-def _top_p(scores: Logits, top_p: float, slack: float) -> NDArray[np.bool_]:
+def _top_p(scores: Logits, top_p: float) -> NDArray[np.bool_]:
     """Keep the shortest prefix of the descending order whose mass reaches top_p, the crossing token included."""
     mass = np.exp((scores - scores.max()).astype(np.float64))
     mass /= mass.sum()
@@ -152,7 +148,7 @@ def _top_p(scores: Logits, top_p: float, slack: float) -> NDArray[np.bool_]:
     order = candidates[np.lexsort((candidates, -mass[candidates]))]
     before = np.cumsum(mass[order]) - mass[order]
     keep = np.zeros(len(mass), np.bool_)
-    keep[order[before < top_p + mass[order] * math.expm1(abs(slack)) * np.sign(slack)]] = True
+    keep[order[before < top_p]] = True
     keep[order[0]] = True
     return keep
 

@@ -25,30 +25,32 @@ class TableRope(RowRope):
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__(base)
+        self._dims: int = base.dims
         self._positions: int | mx.array | None = None
-        self._shape = (0, 0)
+        self._rows = 0
         self._tables: tuple[mx.array, mx.array] | None = None
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        rows, width = x.shape[2], x.shape[3]
+        rows, width, half = x.shape[2], x.shape[3], self._dims // 2
         if x.shape[0] != 1 or (not isinstance(offset, int) and offset.size != rows):
             return self._base(x, offset=offset)
         last = self._positions
         same = offset is last or (isinstance(offset, int) and isinstance(last, int) and offset == last)
-        if not (same and self._shape == (rows, width)) or self._tables is None:
-            self._tables = self._build(offset, rows, width)
-            self._positions, self._shape = offset, (rows, width)
+        if not (same and self._rows == rows) or self._tables is None:
+            self._tables = self._build(offset, rows)
+            self._positions, self._rows = offset, rows
         cosines, sines = self._tables
-        half = width // 2
-        swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
-        return x * cosines + swapped * sines
+        turned = x if width == self._dims else x[..., : self._dims]
+        swapped = mx.concatenate([x[..., half : self._dims], x[..., :half]], axis=-1)
+        turned = turned * cosines + swapped * sines
+        return turned if width == self._dims else mx.concatenate([turned, x[..., self._dims :]], axis=-1)
 
-    def _build(self, offset: int | mx.array, rows: int, width: int) -> tuple[mx.array, mx.array]:
+    def _build(self, offset: int | mx.array, rows: int) -> tuple[mx.array, mx.array]:
         positions = mx.arange(offset, offset + rows) if isinstance(offset, int) else offset
-        half = width // 2
+        half = self._dims // 2
         unit = mx.concatenate([mx.ones(half), mx.zeros(half)])
         # A rotated unit vector of the first half is (cos, sin) of each pair.
-        rotated = self._base(mx.broadcast_to(unit, (rows, 1, 1, width)), offset=positions)[:, 0, 0]
+        rotated = self._base(mx.broadcast_to(unit, (rows, 1, 1, self._dims)), offset=positions)[:, 0, 0]
         cosine, sine = rotated[:, :half], rotated[:, half:]
         return mx.concatenate([cosine, cosine], axis=-1), mx.concatenate([-sine, sine], axis=-1)
 
@@ -70,7 +72,7 @@ def _table_matches(base: nn.Module) -> bool:
     width = getattr(base, "dims", 0)
     if width < 2 or width % 2:
         return False
-    x = mx.random.normal((1, 2, 3, width), key=mx.random.key(0))
+    x = mx.random.normal((1, 2, 3, width + 2), key=mx.random.key(0))  # heads may be wider than what turns
     positions = mx.array([0, 3, 1001])
     try:
         reference, table = RowRope(base)(x, positions), TableRope(base)(x, positions)
@@ -85,7 +87,8 @@ def swap_swiglu(model: nn.Module) -> int:
         return 0
     swapped = 0
     for module in model.modules():
-        if all(name in module for name in ("gate_proj", "up_proj", "down_proj")) and _is_swiglu(module):
+        parts = (module.get(name) for name in ("gate_proj", "up_proj", "down_proj"))
+        if all(isinstance(part, nn.Linear) for part in parts) and _is_swiglu(module):
             swap_call(module, _fast_swiglu_block)
             swapped += 1
     return swapped

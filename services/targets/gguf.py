@@ -1,11 +1,11 @@
 """Llama targets from GGUF files, with the tensor types that ``mx.load`` reads exactly."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 
 from services.speculation.errors import AerieError, Reason
@@ -21,6 +21,7 @@ _NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<kind>\w+)")
 _GROUP = 32
 # mx.load widens K-quants itself, and wrongly for some blocks: only these file types are known to be exact.
 _FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0"}
@@ -37,7 +38,7 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], 
         The model, its mlx-lm config and the file's metadata.
 
     Raises:
-        AerieError: TARGET_UNSUPPORTED for other architectures or tensor types.
+        AerieError: TARGET_UNSUPPORTED for other architectures, tensor types or settings.
     """
     try:
         tensors, metadata = mx.load(str(path), format="gguf", return_metadata=True)
@@ -59,30 +60,38 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], 
     else:
         nn.quantize(model, group_size=_GROUP, class_predicate=lambda name, _: _packing(name, weights))
         weights = {name: w.astype(mx.float16) if w.dtype == mx.float32 else w for name, w in weights.items()}
-    expected = {name for name, _ in tree_flatten(model.parameters())}
-    if missing := sorted(expected - set(weights)):
-        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path.name} lacks tensors: {', '.join(missing[:3])}")
-    model.update(tree_unflatten([(name, weights[name]) for name in sorted(expected)]))
+    try:
+        model.load_weights(list(weights.items()))
+    except ValueError as error:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path.name}: {error}") from None
     mx.eval(model.parameters())
     return model, config, metadata
 
 
 def _config(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
-    def number(key: str) -> Any:
-        return metadata[f"llama.{key}"].item()
+    def number(key: str, default: Any = None) -> Any:
+        if (value := metadata.get(f"llama.{key}")) is not None:
+            return value.item()
+        if default is None:
+            raise AerieError(Reason.TARGET_UNSUPPORTED, f"the GGUF file lacks llama.{key}")
+        return default
 
     heads = number("attention.head_count")
+    head_dim = number("attention.key_length", number("embedding_length") // heads)
+    scaling = metadata.get("llama.rope.scaling.type", "none")
+    if scaling != "none" or number("rope.dimension_count", head_dim) != head_dim:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"GGUF rope scaling {scaling!r} or partial rotation is not built")
     return {
         "model_type": "llama",
         "hidden_size": number("embedding_length"),
         "num_hidden_layers": number("block_count"),
         "intermediate_size": number("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv"),
-        "head_dim": number("embedding_length") // heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-        "rope_theta": number("rope.freq_base"),
+        "rope_theta": number("rope.freq_base", 10000.0),
         "max_position_embeddings": number("context_length"),
         "tie_word_embeddings": tied,
     }
@@ -93,18 +102,19 @@ def _rename(tensors: dict[str, mx.array], config: dict[str, Any]) -> dict[str, m
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, tensor in tensors.items():
-        stem, part = name.rsplit(".", 1)
-        if stem in outer:
+        stem, _, part = name.rpartition(".")
+        known = part in ("weight", "scales", "biases")
+        if known and stem in outer:
             renamed[f"{outer[stem]}.{part}"] = tensor
-        elif stem.startswith("blk.") and stem.split(".", 2)[2] in _NAMES:
-            _, layer, kind = stem.split(".", 2)
+        elif known and (block := _BLOCK.fullmatch(stem)) and block["kind"] in _NAMES:
+            kind = block["kind"]
             if kind in heads:
                 tensor = _half_split(tensor, heads[kind])
-            renamed[f"model.layers.{layer}.{_NAMES[kind]}.{part}"] = tensor
-        elif stem != "rope_freqs":
-            raise AerieError(Reason.TARGET_UNSUPPORTED, f"unknown tensor {name} in a llama GGUF file")
-        else:
+            renamed[f"model.layers.{block['layer']}.{_NAMES[kind]}.{part}"] = tensor
+        elif stem == "rope_freqs":
             raise AerieError(Reason.TARGET_UNSUPPORTED, "GGUF rope frequency factors are not built")
+        else:  # a linear layer's bias, for one
+            raise AerieError(Reason.TARGET_UNSUPPORTED, f"unknown tensor {name} in a llama GGUF file")
     return renamed
 
 

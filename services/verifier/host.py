@@ -36,6 +36,7 @@ from services.verifier.sessions import (
     Reply,
     VerifierSession,
     check_open,
+    check_truncate,
     check_verify,
     open_session,
     to_numpy,
@@ -65,10 +66,11 @@ class Closed:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """One session's rows of the next batch: a verify, or a slice of its prompt when ``verify`` is None."""
+    """One session's rows of a batch: a verify, or the next ``length`` rows of its prompt when ``verify`` is None."""
 
     session: VerifierSession
     verify: Verify | None
+    length: int = 0
 
 
 Delivery = tuple[VerifierSession, FromVerifier]
@@ -108,6 +110,13 @@ class VerifierHost(Actor[FromClient | Closed]):
         except AerieError as error:
             self._refuse(message, error)
 
+    async def on_error(self, message: FromClient | Closed, error: Exception) -> None:
+        """A message that trips us fails its own session, not the service."""
+        if isinstance(message, Closed):
+            raise error
+        session = message.message.session
+        message.reply(_incident(session, error))
+
     async def stopped(self) -> None:
         if self._pumping:
             self._pumping.cancel()
@@ -121,10 +130,15 @@ class VerifierHost(Actor[FromClient | Closed]):
                 if self._repeat(session, verify):
                     return
                 check_verify(session, verify, self.info)
+                session.in_flight = verify
                 self._queue(_Work(session, verify))
             case Truncate() as cut:
                 session = self._session(cut.session)
-                await self._device.run(lambda: session.truncate(cut.length), Priority.VERIFY)
+                check_truncate(session, cut)
+                if session.in_flight:
+                    session.cut = cut.length
+                else:
+                    session.truncate(cut.length)
 
     def _open(self, request: Open, reply: Reply) -> None:
         check_open(request, self.info)
@@ -148,9 +162,15 @@ class VerifierHost(Actor[FromClient | Closed]):
         return self.sessions[name]
 
     def _repeat(self, session: VerifierSession, verify: Verify) -> bool:
-        """Answer the last committed round again, from memory, whatever tree it carries."""
+        """Answer the last committed round again, from memory, whatever tree it carries.
+
+        The round in flight needs no second answer: its verdict is on its way.
+        """
+        asked = (verify.epoch, verify.round, verify.base_len)
+        if (now := session.in_flight) is not None:
+            return asked == (now.epoch, now.round, now.base_len)
         last = session.last
-        if last is None or (verify.epoch, verify.round, verify.base_len) != (last.epoch, last.round, last.base_len):
+        if last is None or asked != (last.epoch, last.round, last.base_len):
             return False
         session.reply(last)
         return True
@@ -159,7 +179,7 @@ class VerifierHost(Actor[FromClient | Closed]):
         message, expected = envelope.message, None
         session = self.sessions.get(message.session)
         if session and error.reason is Reason.STALE_ROUND:
-            expected = (session.request.epoch, session.round, len(session.tokens))
+            expected = session.expected
         envelope.reply(PortError(message.session, error.reason, error.message, expected))
 
     def _close(self, closed: Closed) -> None:
@@ -182,6 +202,7 @@ class VerifierHost(Actor[FromClient | Closed]):
             urgent = any(work.verify for work in self._ready)
             deliveries = await self._device.run(self._step, Priority.VERIFY if urgent else Priority.SLICE)
             for session, message in deliveries:
+                session.settle()
                 if not session.closed:
                     session.reply(message)
 
@@ -193,10 +214,7 @@ class VerifierHost(Actor[FromClient | Closed]):
         try:
             return self._run_batch(batch)
         except Exception as error:
-            incident = uuid.uuid4().hex[:8]
-            log.exception("batch failed, incident %s", incident)
-            reason = error.reason if isinstance(error, AerieError) else Reason.INTERNAL
-            return [(w.session, PortError(w.session.request.session, reason, f"incident {incident}")) for w in batch]
+            return [(work.session, _incident(work.session.request.session, error)) for work in batch]
 
     def _take(self) -> list[_Work]:
         batch: list[_Work] = []
@@ -208,7 +226,9 @@ class VerifierHost(Actor[FromClient | Closed]):
             if work.verify is None and room <= 0:
                 self._ready.append(work)
                 continue
-            room -= 0 if work.verify else _slice_length(work.session)
+            if work.verify is None:
+                length = min(room, len(work.session.tokens) - work.session.kv.length)
+                work, room = replace(work, length=length), room - length
             batch.append(work)
         return batch
 
@@ -228,17 +248,22 @@ class VerifierHost(Actor[FromClient | Closed]):
         first_row = first_logit = 0
         for work, r in zip(batch, rows, strict=True):
             count = {"all": len(r.tokens), "last": 1, "none": 0}[r.logits]
-            logits = out.logits[first_logit : first_logit + count] if work.session.needs_logits and count else None
+            logits = None
+            if out.logits is not None and work.session.needs_logits and count:
+                logits = out.logits[first_logit : first_logit + count]
             judge = _Judge(work.session, choices[first_logit : first_logit + count], logits)
             features = _features(work.session, out.taps, first_row, len(r.tokens))
             finish = _finish_verify if work.verify else self._finish_slice
-            deliveries += finish(work, judge, features, start)
+            try:
+                deliveries += finish(work, judge, features, start)
+            except Exception as error:
+                deliveries.append((work.session, _incident(work.session.request.session, error)))
             first_row, first_logit = first_row + len(r.tokens), first_logit + count
         return deliveries
 
     def _finish_slice(self, work: _Work, judge: "_Judge", features: Features, start: float) -> list[Delivery]:
         session, request = work.session, work.session.request
-        session.kv.commit(range(_slice_length(session)))
+        session.kv.commit(range(work.length))
         mx.async_eval(session.kv.arrays())
         done = session.kv.length
         deliveries: list[Delivery] = []
@@ -299,7 +324,9 @@ class _Judge:
         logits: [rows, V] raw logits, or None when the argmax decides.
     """
 
-    def __init__(self, session: VerifierSession, best: "np.ndarray[tuple[int], np.dtype[np.int32]]", logits: mx.array | None) -> None:
+    def __init__(
+        self, session: VerifierSession, best: "np.ndarray[tuple[int], np.dtype[np.int32]]", logits: mx.array | None
+    ) -> None:
         self._session, self._best, self._logits = session, best, logits
 
     def choose(self, row: int, position: int, path_tokens: tuple[int, ...]) -> int:
@@ -317,20 +344,21 @@ class _Judge:
         return np.array(self._logits[row].astype(mx.float32))
 
 
-def _slice_length(session: VerifierSession) -> int:
-    return min(PREFILL_ROWS, len(session.tokens) - session.kv.length)
+def _incident(session: str, error: Exception) -> PortError:
+    """What a client learns of a failure of ours: a number to find it by in the log."""
+    incident = uuid.uuid4().hex[:8]
+    log.error("session %s failed, incident %s", session, incident, exc_info=error)
+    return PortError(session, Reason.INTERNAL, f"incident {incident}")
 
 
 def _rows_of(work: _Work) -> SessionRows:
     session = work.session
     if work.verify:
         return SessionRows(session.kv, work.verify.tree.tokens, work.verify.tree.parents)
-    start, length = session.kv.length, _slice_length(session)
-    last = start + length == len(session.tokens)
-    return SessionRows.chunk(session.kv, session.tokens[start : start + length], "last" if last else "none")
+    start, stop = session.kv.length, session.kv.length + work.length
+    return SessionRows.chunk(session.kv, session.tokens[start:stop], "last" if stop == len(session.tokens) else "none")
 
 
 def _features(session: VerifierSession, taps: dict[Tap, mx.array], start: int, count: int) -> Features:
     rows = {tap: to_numpy(taps[tap][start : start + count]) for tap in session.request.taps}
     return Features(session.kv.length, rows)
-

@@ -17,6 +17,7 @@ from services.speculation.messages import (
     Open,
     TargetInfo,
     TokenLogProbs,
+    Truncate,
     Verdict,
     Verify,
 )
@@ -43,6 +44,9 @@ class VerifierSession:
         counts: What penalties look at, when there are any.
         round: The round expected next.
         last: The newest verdict, for repeats.
+        in_flight: The round that is queued or on the device. Until its verdict is delivered, only the device
+            thread touches what is above.
+        cut: Length to truncate to once the round in flight is over.
         closed: Its stream has ended.
     """
 
@@ -56,6 +60,8 @@ class VerifierSession:
     round: int = 0
     prefilled: bool = False
     last: Verdict | None = None
+    in_flight: Verify | None = None
+    cut: int | None = None
     closed: bool = False
     opened: float = field(default_factory=time.monotonic)
 
@@ -66,6 +72,20 @@ class VerifierSession:
     @property
     def needs_logits(self) -> bool:
         return not self.request.sampler.plain_argmax or self.request.top_logprobs is not None
+
+    @property
+    def expected(self) -> tuple[int, int, int]:
+        """Epoch, round and base length of the next round, or of the one in flight."""
+        if self.in_flight:
+            return self.in_flight.epoch, self.in_flight.round, self.in_flight.base_len
+        return self.request.epoch, self.round, len(self.tokens)
+
+    def settle(self) -> None:
+        """The round in flight is over: do what waited for it."""
+        self.in_flight = None
+        if self.cut is not None:
+            self.truncate(self.cut)
+            self.cut = None
 
     def choose(self, logits: warpers.Logits, position: int, path_tokens: Sequence[int]) -> int:
         """The target's token for ``position``, after ``path_tokens`` uncommitted ones."""
@@ -84,9 +104,7 @@ class VerifierSession:
         return "length" if len(self.tokens) >= self.limit else None
 
     def truncate(self, length: int) -> None:
-        """Cut the committed tokens, KV and counts to ``length`` (at least the prompt and one token)."""
-        if not self.request.prompt_len < length <= len(self.tokens):
-            raise AerieError(Reason.INVALID_ARGUMENT, f"cannot truncate {len(self.tokens)} tokens to {length}")
+        """Cut the committed tokens, KV and counts to ``length``; ``check_truncate`` has passed."""
         del self.tokens[length:]
         self.kv.truncate(length - 1)
         if self.counts:
@@ -153,13 +171,10 @@ def check_verify(session: VerifierSession, verify: Verify, info: TargetInfo) -> 
     Raises:
         AerieError: STALE_ROUND or INVALID_TREE.
     """
-    tree, committed = verify.tree, len(session.tokens)
-    if not session.prefilled or (verify.epoch, verify.round, verify.base_len) != (
-        session.request.epoch,
-        session.round,
-        committed,
-    ):
-        raise AerieError(Reason.STALE_ROUND, f"expected round {session.round} on {committed} tokens")
+    epoch, round_, committed = session.expected
+    if not session.prefilled or session.in_flight or (verify.epoch, verify.round, verify.base_len) != session.expected:
+        raise AerieError(Reason.STALE_ROUND, f"expected round {round_} of epoch {epoch} on {committed} tokens")
+    tree = verify.tree
     if tree.tokens[0] != session.tokens[-1]:
         raise AerieError(Reason.INVALID_TREE, f"the root is {tree.tokens[0]}, the pending token {session.tokens[-1]}")
     if len(tree) > info.max_tree_nodes:
@@ -168,6 +183,19 @@ def check_verify(session: VerifierSession, verify: Verify, info: TargetInfo) -> 
         raise AerieError(Reason.INVALID_TREE, "a token is outside the vocabulary")
     if committed + int(node_depths(tree.parents).max()) + 1 > session.limit:
         raise AerieError(Reason.INVALID_TREE, f"the tree is deeper than the {session.limit - committed} tokens left")
+
+
+def check_truncate(session: VerifierSession, cut: Truncate) -> None:
+    """Refuse a cut of another epoch, into the prompt, or beyond what the client has been told.
+
+    Raises:
+        AerieError: STALE_ROUND or INVALID_ARGUMENT.
+    """
+    epoch, _, committed = session.expected
+    if cut.epoch != epoch:
+        raise AerieError(Reason.STALE_ROUND, f"session {cut.session} lives with epoch {epoch}")
+    if not session.prefilled or not session.request.prompt_len < cut.length <= committed:
+        raise AerieError(Reason.INVALID_ARGUMENT, f"cannot truncate {committed} tokens to {cut.length}")
 
 
 def to_numpy(rows: mx.array) -> NDArray[Any]:

@@ -20,6 +20,9 @@ class Overrides:
     norm_before_residual: bool | None = None
 
 
+NO_OVERRIDES = Overrides()
+
+
 @dataclass(frozen=True)
 class Eagle3Spec:
     """An EAGLE-3 drafter in normal form.
@@ -44,6 +47,7 @@ class Eagle3Spec:
         own_embedding: The checkpoint carries ``embed_tokens``.
         head: Where logits come from: its own head, its embedding, or the target's head.
         logit_scale: Multiplies the logits.
+        sliding_window: Rows that its layers were trained to look back, or None.
         decisions: How each ambiguity was settled, for ``aerie inspect``.
         unknown: Config keys that nothing here reads.
     """
@@ -73,6 +77,7 @@ class Eagle3Spec:
     own_embedding: bool = False
     head: Literal["own", "embedding", "target"] = "own"
     logit_scale: float = 1.0
+    sliding_window: int | None = None
     decisions: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
@@ -84,7 +89,7 @@ class Eagle3Spec:
         """
         taps = self.taps
         if taps is None:
-            if self.tap_count != 3 or target_layers < 6:
+            if self.tap_count != 3 or target_layers < 7:  # below, the default boundaries collide
                 _refuse(
                     Reason.CHECKPOINT_INCOMPATIBLE,
                     f"no tap ids for {self.tap_count} taps over {target_layers} layers; give them explicitly",
@@ -119,17 +124,24 @@ class _Reader:
 # Keys that say nothing about the forward pass, or repeat what the tensors say.
 _IGNORED = frozenset(
     """architectures model_type torch_dtype dtype transformers_version use_cache initializer_range bos_token_id
-    eos_token_id pad_token_id max_position_embeddings hidden_act attention_dropout pretraining_tp auto_map
-    max_window_layers use_sliding_window layer_types sliding_window speculators_version speculators_config
-    speculators_model_type rope_type modules_to_not_save has_no_defaults_at_init mode _name_or_path
-    num_aux_hidden_states embed_requires_grad aerie""".split()
+    eos_token_id pad_token_id max_position_embeddings attention_dropout pretraining_tp auto_map
+    max_window_layers speculators_version speculators_config speculators_model_type modules_to_not_save
+    has_no_defaults_at_init mode _name_or_path num_aux_hidden_states
+    use_aux_hidden_state next_layer_regular embed_requires_grad aerie""".split()  # noqa: SIM905
 )
 _MLA_KEYS = ("kv_lora_rank", "q_lora_rank")
+_WRAPPERS = ("transformer_layer_config", "eagle_config")
+# Rope scalings: the keys that each needs, and those that it may have.
+_ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ("mrope_section", "mrope_interleaved")),
+    "mrope": ((), ("mrope_section", "mrope_interleaved")),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"), ("beta_fast", "beta_slow")),
+}
 
 
-def read_config(
-    raw: Mapping[str, Any], shapes: Mapping[str, Shape], overrides: Overrides = Overrides()
-) -> Eagle3Spec:
+def read_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape], overrides: Overrides = NO_OVERRIDES) -> Eagle3Spec:
     """Normalise a config.
 
     Args:
@@ -143,9 +155,7 @@ def read_config(
     """
     refuse_other_families(raw, shapes)
     is_speculators = "speculators_model_type" in raw
-    nested = {**raw.get("transformer_layer_config", {}), **raw.get("eagle_config", {})}
-    wrappers = {"transformer_layer_config", "eagle_config"}
-    c = _Reader({**{k: v for k, v in nested.items() if v is not None}, **{k: v for k, v in raw.items() if k not in wrappers}})
+    c = _Reader(_flatten(raw))
     decisions: list[str] = []
 
     hidden = int(c.need("hidden_size"))
@@ -157,8 +167,9 @@ def read_config(
     residual = c.get("norm_before_residual")
     if residual is None:
         residual = is_speculators
-        decisions.append(f"norm_before_residual absent: {residual} ({'speculators' if is_speculators else 'EAGLE'} default)")
-    recycle = bool(c.get("norm_output", default=False))
+        style = "speculators" if is_speculators else "EAGLE"
+        decisions.append(f"norm_before_residual absent: {residual} ({style} default)")
+    recycle = bool(c.get("norm_output", "return_hidden_post_norm", default=False))
     if recycle:
         decisions.append("norm_output: recycled states are post-norm (vLLM's reading; SpecForge trains pre-norm)")
     if overrides.recycle_post_norm is not None:
@@ -167,7 +178,9 @@ def read_config(
     if overrides.norm_before_residual is not None:
         residual = overrides.norm_before_residual
         decisions.append(f"norm_before_residual forced to {residual}")
-    theta, scaling = _read_rope(c)
+    theta, scaling, unknown_rope = _read_rope(c)
+    if (activation := c.get("hidden_act", default="silu")) not in ("silu", "swish"):
+        _refuse(Reason.FAMILY_NOT_BUILT, f"an MLP with {activation!r} in a drafter")
     tied = bool(c.get("tie_word_embeddings", default=False))
     spec = Eagle3Spec(
         hidden_size=hidden,
@@ -178,15 +191,16 @@ def read_config(
         heads=heads,
         kv_heads=int(c.get("num_key_value_heads", default=heads)),
         head_dim=int(c.get("head_dim", default=hidden // heads)),
-        intermediate_size=int(c.get("intermediate_size_mlp", "intermediate_size")),
+        intermediate_size=int(c.need("intermediate_size_mlp", "intermediate_size")),
         rms_norm_eps=float(c.get("rms_norm_eps", default=1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
         taps=taps,
         tap_count=tap_count,
-        attention_bias=bool(c.get("attention_bias", default=False)),
-        mlp_bias=bool(c.get("mlp_bias", default=False)),
-        fc_bias=bool(c.get("bias", default=False)),
+        # Qwen-style layers have biases that no key announces.
+        attention_bias=bool(c.get("attention_bias")) or "layers.0.self_attn.q_proj.bias" in shapes,
+        mlp_bias=bool(c.get("mlp_bias")) or "layers.0.mlp.up_proj.bias" in shapes,
+        fc_bias=bool(c.get("bias")) or "fc.bias" in shapes,
         qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
         norm_before_residual=bool(residual),
         norm_before_fc=bool(c.get("norm_before_fc", default=False)),
@@ -195,8 +209,9 @@ def read_config(
         own_embedding="embed_tokens.weight" in shapes,
         head=_read_head(shapes, tied, draft_vocab, vocab),
         logit_scale=float(c.get("logit_scale", default=1.0)),
+        sliding_window=_read_window(c),
         decisions=tuple(decisions),
-        unknown=tuple(sorted(k for k in c.values if k not in c.used and k not in _IGNORED)),
+        unknown=tuple(sorted([*unknown_rope, *(k for k in c.values if k not in c.used and k not in _IGNORED)])),
     )
     _check(spec, target_hidden)
     return spec
@@ -204,8 +219,8 @@ def read_config(
 
 def refuse_other_families(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
     """Name what is not EAGLE-3 (FAMILY_NOT_BUILT) instead of loading it wrongly."""
-    nested = {**raw.get("transformer_layer_config", {}), **raw.get("eagle_config", {}), **raw}
-    model_type = raw.get("speculators_model_type", "eagle3")
+    nested = _flatten(raw)
+    model_type = nested.get("speculators_model_type", "eagle3")
     if model_type != "eagle3":
         _refuse(Reason.FAMILY_NOT_BUILT, f"a speculators {model_type!r} checkpoint, not EAGLE-3")
     if "mask_hidden" in shapes or any(key in nested for key in ("ptd_token_id", "pard_token")):
@@ -231,7 +246,6 @@ def _read_taps(
     decisions: list[str],
 ) -> tuple[tuple[int, ...] | None, int]:
     """Tap ids have two conventions for the same tensors: a boundary index, or the layer whose output it is."""
-    c.get("use_aux_hidden_state")
     ids = c.get("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
     width = shapes.get("fc.weight", (0, 3 * target_hidden))[1]
     if width % target_hidden:
@@ -257,18 +271,41 @@ def _convention(ids: list[int], is_speculators: bool) -> TapConvention:
     return "layer-output" if not is_speculators and ids[0] == 1 else "boundary"
 
 
-def _read_rope(c: _Reader) -> tuple[float, dict[str, Any] | None]:
-    parameters = c.get("rope_parameters")
-    theta, scaling = c.get("rope_theta"), c.get("rope_scaling")
-    if isinstance(parameters, dict):
-        theta = parameters.get("rope_theta", theta)
-        scaling = parameters
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if kind in ("default", "mrope"):  # text positions are equal in every mrope section
-        scaling = None
-    elif kind not in ("linear", "llama3", "yarn"):
+def _read_rope(c: _Reader) -> tuple[float, dict[str, Any] | None, list[str]]:
+    """Base, scaling in mlx-lm's spelling, and scaling keys that nothing here reads.
+
+    The base is the drafter's own, 10000 when its config has none; never the target's.
+    """
+    scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    if any(isinstance(value, dict) for value in scaling.values()):
+        _refuse(Reason.FAMILY_NOT_BUILT, "a drafter with another RoPE for each type of layer")
+    theta = scaling.pop("rope_theta", None) or c.get("rope_theta", default=10000.0)
+    types = [kind for key in ("type", "rope_type") if (kind := scaling.pop(key, None))]
+    kind = types[-1] if types else "default"
+    if kind not in _ROPE_KEYS:
         _refuse(Reason.FAMILY_NOT_BUILT, f"rope scaling {kind!r} in a drafter")
-    return float(theta if theta is not None else 10000.0), scaling
+    needed, optional = _ROPE_KEYS[kind]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):  # one alone means nothing (transformers' rule)
+        optional += ("mscale", "mscale_all_dim")
+    if missing := [key for key in needed if scaling.get(key) is None]:
+        _refuse(Reason.CHECKPOINT_INVALID, f"rope scaling {kind!r} lacks {', '.join(missing)}")
+    read = {key: scaling.pop(key) for key in (*needed, *optional) if scaling.get(key) is not None}
+    unknown = [f"rope_scaling.{key}" for key, value in scaling.items() if value is not None]
+    plain = kind in ("default", "mrope")  # text positions are equal in every mrope section
+    return float(theta), None if plain else {"rope_type": kind, **read}, unknown
+
+
+def _read_window(c: _Reader) -> int | None:
+    """speculators marks draft layers "sliding_attention"; without that mark a window is Mistral's or is unused."""
+    window, kinds, used = c.get("sliding_window"), c.get("layer_types"), c.get("use_sliding_window")
+    slides = "sliding_attention" in kinds if kinds else used is True
+    return int(window) if window and slides else None
+
+
+def _flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """One level of keys: the top level wins over the wrappers, null is absent."""
+    levels = [*(raw.get(wrapper) or {} for wrapper in _WRAPPERS), raw]
+    return {key: v for level in levels for key, v in level.items() if v is not None and key not in _WRAPPERS}
 
 
 def _read_head(
@@ -286,8 +323,9 @@ def _check(spec: Eagle3Spec, target_hidden: int) -> None:
         _refuse(Reason.CHECKPOINT_INVALID, "norm_before_fc and fc_norm exclude each other")
     if spec.heads % spec.kv_heads:
         _refuse(Reason.CHECKPOINT_INVALID, f"{spec.heads} heads do not divide into {spec.kv_heads} KV heads")
-    if target_hidden != spec.hidden_size and not spec.own_embedding:
-        _refuse(Reason.CHECKPOINT_INVALID, "a drafter of another width than its target needs its own embed_tokens")
+    shares = not spec.own_embedding or spec.head == "target"
+    if target_hidden != spec.hidden_size and shares:
+        _refuse(Reason.CHECKPOINT_INVALID, "a drafter of another width than its target needs embedding and head")
 
 
 def _refuse(reason: Reason, message: str) -> NoReturn:

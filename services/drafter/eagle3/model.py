@@ -52,7 +52,11 @@ class Attention(nn.Module):
         n = x.shape[0]
         queries, keys, values = (
             project(x).reshape(1, n, heads, -1)
-            for project, heads in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
+            for project, heads in (
+                (self.q_proj, self.heads),
+                (self.k_proj, self.kv_heads),
+                (self.v_proj, self.kv_heads),
+            )
         )
         if "q_norm" in self:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
@@ -178,7 +182,7 @@ class Eagle3Drafter:
         spec: Its spec with taps resolved (``weights.check_fit``).
         shared: Gives the target's "embed_tokens" or "lm_head" [V, H]; called for what the checkpoint lacks.
         name: Shown to users.
-        window: Rows that attention looks back, besides the first SINK_ROWS.
+        window: Rows that attention looks back at most, besides the first SINK_ROWS.
     """
 
     def __init__(
@@ -190,21 +194,17 @@ class Eagle3Drafter:
         window: int = WINDOW,
     ) -> None:
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        self._spec, self._window = spec, window
+        self._spec, self._window = spec, min(window, spec.sliding_window or window)
         self._dtype = mx.float32 if on_cpu else mx.bfloat16
         self._network = Eagle3Network(spec, on_cpu)
         weights = {name: w.astype(self._dtype) for name, w in checkpoint.weights.items()}
         self._network.load_weights(list(_fill_biases(spec, weights).items()))
-        self._embedding = weights["embed_tokens.weight"] if spec.own_embedding else shared("embed_tokens")
+        self._embedding = weights["embed_tokens.weight"] if spec.own_embedding else _fetch(shared, "embed_tokens", spec)
         self._head = {
             "own": lambda: weights["lm_head.weight"],
             "embedding": lambda: self._embedding,
-            "target": lambda: shared("lm_head"),
+            "target": lambda: _fetch(shared, "lm_head", spec),
         }[spec.head]()
-        if self._embedding.shape != (spec.target_vocab_size, spec.hidden_size):
-            raise AerieError(
-                Reason.CHECKPOINT_INCOMPATIBLE, f"the target's embedding is {list(self._embedding.shape)} in shape"
-            )
         self._target_ids = mx.array(checkpoint.draft_to_target)
         mx.eval(self._network.parameters(), self._embedding, self._head, self._target_ids)
         assert spec.taps is not None
@@ -222,7 +222,8 @@ class Eagle3Drafter:
         """
         if features.base != session.length:
             raise AerieError(Reason.FEATURE_GAP, f"features start at {features.base}, expected {session.length}")
-        if set(features.rows) != set(self.info.taps) or len(features) != len(tokens):
+        shape = (len(tokens), self._spec.target_hidden_size)
+        if set(features.rows) != set(self.info.taps) or any(rows.shape != shape for rows in features.rows.values()):
             raise AerieError(Reason.INVALID_ARGUMENT, "features do not match the drafter's taps or the tokens")
         for start in range(0, len(tokens), _CHUNK):
             stop = min(start + _CHUNK, len(tokens))
@@ -294,6 +295,15 @@ def _to_mlx(rows: NDArray[Any], dtype: mx.Dtype) -> mx.array:
     """Features as they travel: float32, or bfloat16 as uint16 bytes."""
     array = mx.array(np.ascontiguousarray(rows))
     return (array.view(mx.bfloat16) if rows.dtype == np.uint16 else array).astype(dtype)
+
+
+def _fetch(shared: Callable[[str], mx.array], name: str, spec: Eagle3Spec) -> mx.array:
+    tensor, shape = shared(name), (spec.target_vocab_size, spec.hidden_size)
+    if tensor.shape != shape:
+        raise AerieError(
+            Reason.CHECKPOINT_INCOMPATIBLE, f"the target's {name} is {list(tensor.shape)}, not {list(shape)}"
+        )
+    return tensor
 
 
 def _fill_biases(spec: Eagle3Spec, weights: dict[str, mx.array]) -> dict[str, mx.array]:

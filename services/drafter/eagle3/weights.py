@@ -8,12 +8,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from services.drafter.eagle3.config import Eagle3Spec, Overrides, Shape, read_config
+from services.drafter.eagle3.config import NO_OVERRIDES, Eagle3Spec, Overrides, Shape, read_config
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import TargetInfo
 
 # Saved by some trainers, no part of the drafter.
-_TRAINING_ONLY = frozenset({"t2d", "verifier_norm.weight", "verifier_lm_head.weight"})
+_TRAINING_ONLY = frozenset({"verifier_norm.weight", "verifier_lm_head.weight"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ def canonical_name(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def read_checkpoint(path: Path, overrides: Overrides = Overrides()) -> Eagle3Checkpoint:
+def read_checkpoint(path: Path, overrides: Overrides = NO_OVERRIDES) -> Eagle3Checkpoint:
     """Read a checkpoint folder: ``config.json`` and safetensors files. Pickle files are never opened.
 
     Raises:
@@ -67,13 +67,13 @@ def read_checkpoint(path: Path, overrides: Overrides = Overrides()) -> Eagle3Che
     tensors = _read_tensors(files)
     try:
         spec = read_config(raw, {name: tuple(t.shape) for name, t in tensors.items()}, overrides)
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
+    except (TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         raise AerieError(Reason.CHECKPOINT_INVALID, f"{path}/config.json: {error}") from None
-    offsets = tensors.pop("d2t", None)
+    offsets, known = tensors.pop("d2t", None), tensors.pop("t2d", None)
     for name in _TRAINING_ONLY & set(tensors):
         del tensors[name]
     _check_tensors(spec, tensors)
-    draft_to_target = _vocabulary(spec, offsets)
+    draft_to_target = _vocabulary(spec, offsets, known)
     order = np.argsort(draft_to_target, kind="stable")
     if (order != np.arange(len(order))).any() and "lm_head.weight" in tensors:
         # Ascending target ids make "smaller draft id" and "smaller target id" the same tie-break.
@@ -138,8 +138,10 @@ def _check_tensors(spec: Eagle3Spec, tensors: dict[str, mx.array]) -> None:
     expected = expected_shapes(spec)
     # Qwen-style attention has biases on q, k and v alone, and configs do not say so.
     optional = {n for n in expected if n.endswith("o_proj.bias")}
-    problems = [f"lacks {name} {list(shape)}" for name, shape in expected.items() if name not in {*tensors, *optional}]
-    problems += [f"has {name} {list(t.shape)}, which nothing uses" for name, t in tensors.items() if name not in expected]
+    missing = [name for name in expected if name not in {*tensors, *optional}]
+    unused = [name for name in tensors if name not in expected]
+    problems = [f"lacks {name} {list(expected[name])}" for name in missing]
+    problems += [f"has {name} {list(tensors[name].shape)}, which nothing uses" for name in unused]
     problems += [
         f"{name} is {list(tensors[name].shape)}, not {list(shape)}"
         for name, shape in expected.items()
@@ -151,10 +153,16 @@ def _check_tensors(spec: Eagle3Spec, tensors: dict[str, mx.array]) -> None:
     for name, tensor in tensors.items():
         if not mx.issubdtype(tensor.dtype, mx.floating):
             raise AerieError(Reason.CHECKPOINT_INVALID, f"{name} is {tensor.dtype}, not floating point")
+    finite = {name: mx.isfinite(tensor).all() for name, tensor in tensors.items()}
+    mx.eval(finite)
+    if broken := sorted(name for name, good in finite.items() if not good.item()):
+        raise AerieError(Reason.CHECKPOINT_INVALID, f"{', '.join(broken[:5])}: NaN or infinite values")
 
 
-def _vocabulary(spec: Eagle3Spec, offsets: mx.array | None) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """``d2t`` holds offsets: target id = draft id + d2t[draft id]."""
+def _vocabulary(
+    spec: Eagle3Spec, offsets: mx.array | None, known: mx.array | None
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """``d2t`` holds offsets: target id = draft id + d2t[draft id]. ``t2d`` [V], if given, says the same as a mask."""
     size, vocab = spec.draft_vocab_size, spec.target_vocab_size
     if offsets is None:
         if size != vocab:
@@ -162,11 +170,16 @@ def _vocabulary(spec: Eagle3Spec, offsets: mx.array | None) -> np.ndarray[Any, n
         return np.arange(size, dtype=np.int32)
     if tuple(offsets.shape) != (size,):
         raise AerieError(Reason.CHECKPOINT_INVALID, f"d2t is {list(offsets.shape)}, not [{size}]")
+    if not mx.issubdtype(offsets.dtype, mx.integer):
+        raise AerieError(Reason.CHECKPOINT_INVALID, f"d2t is {offsets.dtype}, not integers")
     ids = np.arange(size, dtype=np.int64) + np.array(offsets, np.int64)
     if (ids < 0).any() or (ids >= vocab).any():
         raise AerieError(Reason.CHECKPOINT_INVALID, "d2t points outside the target vocabulary (is it absolute ids?)")
     if len(np.unique(ids)) != size:
         raise AerieError(Reason.CHECKPOINT_INVALID, "d2t maps two draft tokens to one target token")
+    if known is not None and size != vocab and not np.array_equal(np.flatnonzero(np.array(known)), np.sort(ids)):
+        # A d2t that a trainer never filled is all zeros, and drafts nothing but the first words.
+        raise AerieError(Reason.CHECKPOINT_INVALID, "d2t and t2d name different target tokens")
     return ids.astype(np.int32)
 
 

@@ -1,0 +1,198 @@
+"""The paired benchmark: plain decoding, speculation and mlx-lm in turn, prompt by prompt."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from kernels import _blas
+from services.bench.baseline import BaselineRun, MlxLmBaseline
+from services.bench.compare import compare_runs, distinct_share
+from services.bench.prompts import Prompt
+from services.embedded import Engine
+from services.embedded.engine import Result
+from services.orchestrator.routing import TreeOptions
+from services.orchestrator.service import Request
+
+LOOP_SHARE = 0.8
+"""An answer loops when its share of distinct 4-grams is this or less."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every arm runs with."""
+
+    max_tokens: int = 96
+    repetitions: int = 3
+    ignore_eos: bool = False
+    tree: TreeOptions = field(default_factory=TreeOptions)
+    baseline: bool = True
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of one arm."""
+
+    tokens_per_second: float
+    first_seconds: float
+    total_seconds: float
+
+
+@dataclass
+class PromptResult:
+    """All repetitions of one prompt."""
+
+    kind: str
+    prompt: str
+    completion_tokens: int
+    distinct: float
+    agreement: str
+    agrees: bool
+    acceptance_length: float
+    arms: dict[str, list[Timing]]
+
+    @property
+    def loops(self) -> bool:
+        return self.distinct <= LOOP_SHARE
+
+    def median(self, arm: str, field_name: str = "tokens_per_second") -> float:
+        return statistics.median(getattr(t, field_name) for t in self.arms[arm])
+
+    def ratio(self, arm: str, over: str) -> float:
+        return self.median(arm) / self.median(over)
+
+    def as_json(self) -> dict[str, Any]:
+        arms = {name: [vars(t) for t in timings] for name, timings in self.arms.items()}
+        return {**vars(self), "loops": self.loops, "arms": arms}
+
+
+def run_benchmark(
+    engine: Engine, target: str, prompts: Sequence[Prompt], options: Options, tell: Callable[[PromptResult], None]
+) -> list[PromptResult]:
+    """Run all arms over all prompts.
+
+    Args:
+        engine: With a drafter, unless only plain decoding is wanted.
+        target: Its name, to load an untouched copy for mlx-lm.
+        prompts: User turns.
+        options: Shared by the arms.
+        tell: Called after each prompt.
+    """
+    baseline = engine.on_device(lambda: MlxLmBaseline(target)) if options.baseline else None
+    drafts = bool(engine.drafters)
+
+    def request(prompt: Prompt, drafter: str) -> Request:
+        return engine.request(
+            prompt.text,
+            max_tokens=options.max_tokens,
+            ignore_eos=options.ignore_eos,
+            tree=options.tree,
+            drafter=drafter,
+        )
+
+    # First runs build kernels and fault in weights: run every arm once, unmeasured.
+    warm = request(prompts[0], "off")
+    engine.run_all([warm])
+    if drafts:
+        engine.run_all([request(prompts[0], "auto")])
+    if baseline:
+        engine.on_device(lambda: baseline.run(warm.tokens, 8, True))
+
+    results = []
+    for prompt in prompts:
+        arms: dict[str, list[Timing]] = {}
+        plain = spec = None
+        for _ in range(options.repetitions):
+            plain = _timed(engine, request(prompt, "off"), arms.setdefault("plain", []))
+            if drafts:
+                spec = _timed(engine, request(prompt, "auto"), arms.setdefault("speculative", []))
+            if baseline:
+                tokens = request(prompt, "off").tokens
+                run: BaselineRun = engine.on_device(
+                    lambda t=tokens: baseline.run(t, options.max_tokens, options.ignore_eos)
+                )
+                arms.setdefault("mlx_lm", []).append(Timing(run.tokens_per_second, run.first_seconds, run.last_seconds))
+        assert plain is not None
+        agreement = compare_runs(engine, request(prompt, "off"), plain.token_ids, (spec or plain).token_ids, plain.seed)
+        results.append(
+            PromptResult(
+                kind=prompt.kind,
+                prompt=prompt.text,
+                completion_tokens=len(plain.token_ids),
+                distinct=distinct_share(plain.token_ids),
+                agreement=str(agreement),
+                agrees=agreement.agrees,
+                acceptance_length=(spec or plain).stats.acceptance_length,
+                arms=arms,
+            )
+        )
+        tell(results[-1])
+    return results
+
+
+def _timed(engine: Engine, request: Request, timings: list[Timing]) -> Result:
+    start = time.perf_counter()
+    result = engine.run_all([request])[0]
+    stats = result.stats
+    first = (stats.first_token or start) - start
+    timings.append(Timing(stats.tokens_per_second, first, (stats.last_token or start) - start))
+    return result
+
+
+def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
+    """Geometric means of the per-prompt ratios of medians, with their spread."""
+    groups = {"all": list(results), "not looping": [r for r in results if not r.loops]}
+    for kind in dict.fromkeys(r.kind for r in results):
+        groups[kind] = [r for r in results if r.kind == kind]
+    arms = set(results[0].arms)
+    pairs = {
+        "speculative_over_plain": ("speculative", "plain"),
+        "speculative_over_mlx_lm": ("speculative", "mlx_lm"),
+        "plain_over_mlx_lm": ("plain", "mlx_lm"),
+    }
+    summary: dict[str, Any] = {}
+    for group, members in groups.items():
+        if not members:
+            continue
+        row: dict[str, Any] = {"prompts": len(members)}
+        for arm in sorted(arms):
+            row[f"{arm}_tokens_per_second"] = statistics.median(r.median(arm) for r in members)
+            row[f"{arm}_first_seconds"] = statistics.median(r.median(arm, "first_seconds") for r in members)
+            row[f"{arm}_total_seconds"] = statistics.median(r.median(arm, "total_seconds") for r in members)
+        for name, (a, b) in pairs.items():
+            if {a, b} <= arms:
+                ratios = [r.ratio(a, b) for r in members]
+                row[name] = {"mean": statistics.geometric_mean(ratios), "min": min(ratios), "max": max(ratios)}
+        if "speculative" in arms:
+            row["acceptance_length"] = statistics.mean(r.acceptance_length for r in members)
+        summary[group] = row
+    return summary
+
+
+def machine(engine: Engine) -> dict[str, Any]:
+    """Where and with what it ran."""
+    import mlx.core as mx
+
+    return {
+        "device": str(mx.default_device()),
+        "device_name": mx.device_info().get("device_name", platform.processor())
+        if engine.info.device == "gpu"
+        else _cpu(),
+        "blas": _blas.loaded,
+        "target": engine.info.name,
+        "target_dtype": engine.info.feature_dtype,
+        "drafters": [host.info.name for host in engine.drafters],
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("mlx", "mlx-lm")},
+    }
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,65 @@
+"""``aerie inspect``: what a drafter checkpoint is, whether it fits a target, and why not."""
+
+import argparse
+
+from services.cli.options import overrides
+from services.drafter.eagle3.config import Eagle3Spec
+from services.drafter.eagle3.weights import Eagle3Checkpoint, check_fit, read_checkpoint
+from services.runtime.device import device_thread
+from services.speculation.errors import AerieError, Reason
+from services.targets.loader import load_target
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Describe a checkpoint. Exit code 1 when it does not load or does not fit."""
+    if not options.checkpoint.is_dir():
+        raise AerieError(Reason.CHECKPOINT_NOT_FOUND, f"no such folder: {options.checkpoint}")
+    device = device_thread()
+    checkpoint = device.submit(lambda: read_checkpoint(options.checkpoint, overrides(options))).result()
+    _describe(checkpoint)
+    if options.target is None:
+        return 0
+    info = device.submit(lambda: load_target(options.target).info).result()
+    try:
+        spec = check_fit(checkpoint, info)
+    except AerieError as error:
+        print(f"fits {options.target}: no\n  {error.message}")
+        return 1
+    print(f"fits {options.target}: yes, taps {spec.taps} of {info.layers} layers")
+    return 0
+
+
+def _describe(checkpoint: Eagle3Checkpoint) -> None:
+    spec = checkpoint.spec
+    megabytes = sum(w.nbytes for w in checkpoint.weights.values()) / 1e6
+    rows = {
+        "family": "eagle3",
+        "parameters": f"{checkpoint.parameters / 1e6:.1f} M in {len(checkpoint.weights)} tensors, {megabytes:.1f} MB",
+        "width": f"{spec.hidden_size}, target {spec.target_hidden_size}",
+        "layers": str(spec.layers),
+        "attention": f"{spec.heads} heads, {spec.kv_heads} KV heads of {spec.head_dim}",
+        "qk-norm": "yes" if spec.qk_norm else "no",
+        "vocabulary": f"{spec.draft_vocab_size} of {spec.target_vocab_size}",
+        "taps": _taps(spec),
+        "rope": f"base {spec.rope_theta:g}, scaling {spec.rope_scaling or 'none'}",
+        "embedding": "own" if spec.own_embedding else "the target's",
+        "head": {"own": "own", "embedding": "its embedding", "target": "the target's"}[spec.head],
+        "residual": "normalised hidden state" if spec.norm_before_residual else "raw hidden state",
+        "recycles": "post-norm states" if spec.recycle_post_norm else "pre-norm states",
+        "before fc": "one norm over all taps"
+        if spec.norm_before_fc
+        else "a norm for each tap"
+        if spec.fc_norm
+        else "nothing",
+        "made for": checkpoint.target_fingerprint or "not said",
+        "unknown keys": ", ".join(spec.unknown) or "none",
+    }
+    print(checkpoint.path)
+    for name, value in rows.items():
+        print(f"  {name:13} {value}")
+    for decision in spec.decisions:
+        print(f"  decided       {decision}")
+
+
+def _taps(spec: Eagle3Spec) -> str:
+    return f"boundaries {spec.taps}" if spec.taps else f"{spec.tap_count}, the target's default"

@@ -1,0 +1,26 @@
+from dataclasses import dataclass
+
+import mlx.nn as nn
+import pytest
+
+from services.targets.loader import load_target
+from services.targets.target import Target
+from tests.tiny import load_plain, write_tiny_gemma3, write_tiny_llama, write_tiny_qwen3
+
+WRITERS = {"llama": write_tiny_llama, "qwen3": write_tiny_qwen3, "gemma3": write_tiny_gemma3}
+
+
+@dataclass
+class Family:
+    """One tiny checkpoint behind our seams, and again as mlx-lm's own, untouched model."""
+
+    name: str
+    target: Target
+    plain: nn.Module
+
+
+@pytest.fixture(scope="session", params=WRITERS)
+def family(request, tmp_path_factory) -> Family:
+    folder = WRITERS[request.param](tmp_path_factory.mktemp(request.param))
+    plain = load_plain(folder)
+    return Family(request.param, load_target(str(folder)), plain)
