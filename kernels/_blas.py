@@ -6,6 +6,7 @@ else of ours, and does nothing on other systems or when the CUDA build of MLX is
 """
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -47,7 +48,8 @@ def preload() -> None:
             continue
         loaded = path
         return
-    if importlib.util.find_spec("mlx_cpu") or not importlib.util.find_spec("mlx"):
+    # mlx-cpu is a distribution without a module of its own: it puts its library into mlx's folder.
+    if any(importlib.metadata.distributions(name="mlx-cpu")):
         warnings.warn(
             "no fast BLAS found: the CPU will be 10 to 70 times slower; pip install scipy-openblas32==0.3.23.293",
             stacklevel=3,

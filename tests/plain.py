@@ -13,6 +13,8 @@ from services.speculation import warpers
 from services.speculation.noise import gumbel
 from services.speculation.warpers import Counts, Sampler
 
+GREEDY = Sampler()
+
 
 def prefill(model: nn.Module, tokens: Sequence[int], cache: list | None = None) -> list:
     """mlx-lm's caches after a prompt."""
@@ -35,7 +37,7 @@ def node_logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int], 
 def keys_values(model: nn.Module, tokens: Sequence[int]) -> list[np.ndarray]:
     """Keys of every layer, then values, [1, kv_heads, len(tokens), d]; unbounded caches, so nothing is evicted."""
     cache = prefill(model, tokens, [KVCache() for _ in model.layers])
-    return [np.array(layer.state[part]) for part in (0, 1) for layer in cache]
+    return [np.array(layer.state[part][..., : len(tokens), :]) for part in (0, 1) for layer in cache]
 
 
 @dataclass
@@ -50,7 +52,7 @@ def decode(
     model: nn.Module,
     prompt: Sequence[int],
     count: int,
-    sampler: Sampler = Sampler(),
+    sampler: Sampler = GREEDY,
     seed: int = 0,
     eos_ids: Container[int] = (),
 ) -> PlainRun:

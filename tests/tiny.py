@@ -24,7 +24,7 @@ _WORDS = (
     "not but what all were when we there can an your which their said if do will each about how"
 )
 
-_SHAPE = {
+SHAPE = {
     "hidden_size": 32,
     "num_hidden_layers": 6,
     "intermediate_size": 64,
@@ -40,18 +40,18 @@ _SHAPE = {
 
 def write_tiny_llama(folder: Path, seed: int = 0, **config: Any) -> Path:
     """A Llama of six layers with grouped queries; ``config`` overrides fields of config.json."""
-    return write_tiny(folder, {"model_type": "llama", "tie_word_embeddings": False, **_SHAPE, **config}, seed)
+    return write_tiny(folder, {"model_type": "llama", "tie_word_embeddings": False, **SHAPE, **config}, seed)
 
 
 def write_tiny_qwen3(folder: Path, seed: int = 0, **config: Any) -> Path:
     """A Qwen3 (norms on queries and keys) whose head is its embedding."""
-    return write_tiny(folder, {"model_type": "qwen3", "tie_word_embeddings": True, **_SHAPE, **config}, seed)
+    return write_tiny(folder, {"model_type": "qwen3", "tie_word_embeddings": True, **SHAPE, **config}, seed)
 
 
 def write_tiny_gemma3(folder: Path, seed: int = 0, **config: Any) -> Path:
     """A Gemma 3 text model: two sliding layers (a window of 16), then a global one, twice."""
     own = {"sliding_window": WINDOW, "sliding_window_pattern": 3, "query_pre_attn_scalar": 8, "rope_theta": 1e6}
-    return write_tiny(folder, {"model_type": "gemma3_text", **_SHAPE, **own, **config}, seed)
+    return write_tiny(folder, {"model_type": "gemma3_text", **SHAPE, **own, **config}, seed)
 
 
 def write_tiny(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:

@@ -1,7 +1,6 @@
 """Actors: asyncio tasks with a bounded mailbox, ask with a deadline, supervision and drain."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -92,9 +91,12 @@ class Actor(Generic[M]):
         self._draining = True
         if self._task is None:
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline):
-                await self._mailbox.join()
+        handled = asyncio.create_task(self._mailbox.join())
+        try:
+            # A failed actor leaves messages that nobody handles.
+            await asyncio.wait((handled, self._task), timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            handled.cancel()
         await self.stop()
 
     async def stop(self) -> None:
@@ -102,8 +104,10 @@ class Actor(Generic[M]):
         if self._task is None:
             return
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await self._task
+        # Not ``await self._task``: its cancellation could not be told from that of the caller, or from the actor's own.
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            self._task.exception()  # logged when it was raised; asyncio need not do so again
 
     async def on_error(self, message: M, error: Exception) -> None:
         raise error
@@ -120,6 +124,9 @@ class Actor(Generic[M]):
                 finally:
                     self._mailbox.task_done()
                     del message
+        except Exception:
+            log.exception("%s failed", self.name)
+            raise
         finally:
             await self.stopped()
 
@@ -149,7 +156,7 @@ async def supervise(
             raise
         if task.cancelled() or task.exception() is None:
             return
-        log.error("%s failed: %r", actor.name, task.exception())
         if delay is None:
             raise ActorStopped(f"{actor.name} failed {len(backoff) + 1} times") from task.exception()
+        log.warning("%s restarts in %g s", actor.name, delay)
         await asyncio.sleep(delay)

@@ -61,17 +61,16 @@ class DeviceThread:
                 while not self._queue:
                     self._wake.wait()
                 _, _, function, future = heapq.heappop(self._queue)
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = function()
-            except BaseException as error:
-                future.set_exception(error)
-                del error
-            else:
-                future.set_result(result)
-                del result
-            # A finished closure can hold a model; do not keep it until the next one comes.
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function()
+                except BaseException as error:
+                    future.set_exception(error)
+                    del error
+                else:
+                    future.set_result(result)
+                    del result
+            # A closure can hold a model; do not keep it until the next one comes.
             del function, future
 
 

@@ -33,7 +33,8 @@ class MemoryRegistry:
         """Extend a lease; False when the entry is gone and must join again."""
         if name not in {entry.name for entry in self.list()}:
             return False
-        self._entries[name] = (self._entries[name][0], self._clock() + lease)
+        entry, end = self._entries[name]
+        self._entries[name] = (entry, None if end is None else self._clock() + lease)
         return True
 
     def leave(self, name: str) -> None:

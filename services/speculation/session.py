@@ -138,6 +138,7 @@ class State:
         round: Number of the current or next round.
         committed: Committed tokens, the pending one included.
         pending: The newest committed token.
+        drafted: The tree that is being verified came from the drafter.
     """
 
     open: Open
@@ -148,6 +149,7 @@ class State:
     round: int = 0
     committed: int = 0
     pending: int = -1
+    drafted: bool = False
 
     @property
     def max_depth(self) -> int:
@@ -163,23 +165,25 @@ def apply(state: State, event: Event) -> Step:
     if state.phase == "finished":
         return state, ()
     match event:
-        case Start():
+        case Start() if state.phase == "prefilling":
             return _start(state)
-        case Prefilled():
+        case Prefilled() if state.phase == "prefilling":
             state = replace(state, committed=len(state.open.tokens) + 1, pending=event.token)
             emit = Emit((event.token,), (0,), event.log_probs)
             return _finish(state, event.finish, emit) if event.finish else _next_round(state, emit)
         case History():
             observe = Observe(state.open.session, state.open.epoch, event.features, event.tokens)
             return state, ((ToDrafterEffect(observe),) if state.drafting else ())
-        case Drafted() if state.phase == "drafting" and event.round == state.round:
+        case Drafted() if state.phase == "drafting" and _is_current(state, event):
             return _verify(state, event.tree)
-        case NeedFeatures() if state.phase == "drafting" and event.round == state.round:
+        case NeedFeatures() if state.phase == "drafting" and _is_current(state, event):
             return _lose_drafter(state, f"the drafter lacks features of positions {event.ranges}")
         case DrafterLost():
             return _lose_drafter(state, event.message)
-        case Verdict() if state.phase == "verifying" and event.round == state.round:
+        case Verdict() if state.phase == "verifying" and _is_current(state, event):
             return _commit(state, event)
+        case PortError(reason=Reason.INVALID_TREE) if state.phase == "verifying" and state.drafted:
+            return _replace_tree(state, event.message)
         case PortError():
             return _fail(state, event.reason, event.message)
         case VerifierLost():
@@ -191,6 +195,10 @@ def apply(state: State, event: Event) -> Step:
             return replace(state, phase="finished"), (Finish("cancelled"),)
         case _:
             return state, ()
+
+
+def _is_current(state: State, event: Drafted | NeedFeatures | Verdict) -> bool:
+    return (event.epoch, event.round) == (state.open.epoch, state.round)
 
 
 def _start(state: State) -> Step:
@@ -218,7 +226,7 @@ def _verify(state: State, tree: DraftTree) -> Step:
         tree = DraftTree.root(state.pending)
     tree = clip_depth(tree, state.max_depth)
     verify = Verify(state.open.session, state.open.epoch, state.round, state.committed, tree)
-    return replace(state, phase="verifying"), (ToVerifierEffect(verify),)
+    return replace(state, phase="verifying", drafted=len(tree) > 1), (ToVerifierEffect(verify),)
 
 
 def _commit(state: State, verdict: Verdict) -> Step:
@@ -247,6 +255,13 @@ def _lose_drafter(state: State, message: str) -> Step:
         return state, effects
     state, verify = _verify(state, DraftTree.root(state.pending))
     return state, (*effects, *verify)
+
+
+def _replace_tree(state: State, message: str) -> Step:
+    """The verifier refused a drafter's tree (its size, or its tokens): the session goes on without that drafter."""
+    state, dropped = _lose_drafter(state, f"the drafter's tree was refused: {message}")
+    state, verify = _verify(state, DraftTree.root(state.pending))
+    return state, (*dropped, *verify)
 
 
 def _finish(state: State, reason: FinishReason, emit: Emit) -> Step:

@@ -112,7 +112,7 @@ def _is_swiglu(block: Any) -> bool:
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """``silu(gate) * up`` in float32, relative error below 1e-6."""
+    """``silu(gate) * up`` in float32. Relative error below 1e-6; 5e-6 at gates below -16, where silu vanishes."""
     return _compiled_swiglu()(gate, up)
 
 

@@ -52,7 +52,10 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], 
             f"{path.name}: architecture {architecture!r} with file type {file_type}; "
             f"built for llama with {', '.join(_FILE_TYPES.values())}",
         )
-    config = _config(metadata, tied="output.weight" not in tensors)
+    try:
+        config = _config(metadata, tied="output.weight" not in tensors)
+    except KeyError as missing:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path.name} lacks {missing}") from None
     model = llama.Model(llama.ModelArgs.from_dict(config))
     weights = _rename(tensors, config)
     if dequantize:
@@ -70,11 +73,8 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], 
 
 def _config(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
     def number(key: str, default: Any = None) -> Any:
-        if (value := metadata.get(f"llama.{key}")) is not None:
-            return value.item()
-        if default is None:
-            raise AerieError(Reason.TARGET_UNSUPPORTED, f"the GGUF file lacks llama.{key}")
-        return default
+        name = f"llama.{key}"
+        return default if default is not None and name not in metadata else metadata[name].item()
 
     heads = number("attention.head_count")
     head_dim = number("attention.key_length", number("embedding_length") // heads)

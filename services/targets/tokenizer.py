@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from services.speculation.errors import AerieError, Reason
 
@@ -39,8 +39,15 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> TokenizerFiles:
     """Build a byte-level BPE tokenizer from a GGUF file's metadata.
 
     Raises:
-        AerieError: TARGET_UNSUPPORTED for another tokenizer model or pre-tokenizer.
+        AerieError: TARGET_UNSUPPORTED for another tokenizer model or pre-tokenizer, or without its tables.
     """
+    try:
+        return _byte_level_bpe(metadata)
+    except KeyError as missing:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"the GGUF file lacks {missing}") from None
+
+
+def _byte_level_bpe(metadata: dict[str, Any]) -> TokenizerFiles:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise AerieError(Reason.TARGET_UNSUPPORTED, f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not built")
@@ -57,11 +64,16 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> TokenizerFiles:
     tokenizer.add_special_tokens(special)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    if metadata.get("tokenizer.ggml.add_bos_token", False):
+        bos = int(metadata["tokenizer.ggml.bos_token_id"])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+        )
     return TokenizerFiles(
         tokenizer_json=tokenizer.to_str(),
         chat_template=metadata.get("tokenizer.chat_template"),
         special_tokens={name: tokens[int(i)] for name, i in ids.items() if i is not None},
-        eos_ids=(int(metadata["tokenizer.ggml.eos_token_id"]),),
+        eos_ids=() if ids["eos_token"] is None else (int(ids["eos_token"]),),
     )
 
 
@@ -75,11 +87,15 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> TokenizerFile
     """Read ``tokenizer.json`` and its companions from a checkpoint folder.
 
     Raises:
-        AerieError: TARGET_UNSUPPORTED without a ``tokenizer.json``, or when a companion is not JSON.
+        AerieError: TARGET_UNSUPPORTED without a ``tokenizer.json``, or when it or a companion cannot be read.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
         raise AerieError(Reason.TARGET_UNSUPPORTED, f"{folder} has no tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path} is not a tokenizer: {error}") from None
     settings = _read_json(folder / "tokenizer_config.json")
     template = settings.get("chat_template")
     if isinstance(template, list):
@@ -95,7 +111,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> TokenizerFile
     if eos is None:
         eos = config.get("eos_token_id")
     if eos is None and "eos_token" in special:
-        eos = Tokenizer.from_file(str(path)).token_to_id(special["eos_token"])
+        eos = tokenizer.token_to_id(special["eos_token"])
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     return TokenizerFiles(path.read_text(), template, special, eos_ids)
 

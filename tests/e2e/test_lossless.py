@@ -5,8 +5,8 @@ import pytest
 from services.bench.lossless import SAMPLERS, run_arm, run_plain
 from services.bench.prompts import read_prompts
 
-PROMPTS = read_prompts()[::4]
-TOKENS = 20
+PROMPTS = read_prompts()[::6]
+TOKENS = 16
 ARMS = [(sampler, drafter) for sampler in ("greedy", "t1.0") for drafter in ("eagle3", "random", "root")]
 ARMS += [(sampler, "eagle3") for sampler in SAMPLERS if sampler not in ("greedy", "t1.0")]
 

@@ -45,6 +45,7 @@ def flips(logits, sampler, noise, epsilon):
         Sampler(1.0, top_p=0.05),
         Sampler(1.0, min_p=0.3),
         Sampler(0.6, min_p=0.7),
+        Sampler(1.0, min_p=0.95),
         Sampler(0.7, top_k=3, top_p=0.8, min_p=0.1),
         Sampler(0.7, top_k=3, top_p=0.8, frequency_penalty=0.5),
     ],

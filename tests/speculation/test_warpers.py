@@ -49,7 +49,7 @@ def logits_of(*probabilities):
 def test_warp_matches_the_slow_reference_in_every_combination(penalties):
     counts = Counts.of(VOCAB, PROMPT, OUTPUT)
     sizes = set()
-    for seed, cuts in itertools.product(range(6), CUTS):
+    for seed, cuts in itertools.product(range(4), CUTS):
         sampler, logits = Sampler(**penalties, **cuts), random_logits(seed)
         before = logits.copy()
         got, expected = warp(logits, sampler, counts), slow_warp(logits, sampler, PROMPT, OUTPUT)
@@ -255,6 +255,6 @@ def test_sampling_at_many_positions_of_one_seed_follows_the_distribution_too():
     """One session draws along positions, not along seeds."""
     logits = np.random.default_rng(6).normal(0, 1.2, SMALL).astype(np.float32)
     drawn = np.bincount(
-        [choose(logits, Sampler(1.0), gumbel(99, position, SMALL)) for position in range(5000)], minlength=SMALL
+        [choose(logits, Sampler(1.0), gumbel(99, position, SMALL)) for position in range(2500)], minlength=SMALL
     )
-    assert chisquare(drawn, 5000 * np.array(softmax(logits.tolist()))).pvalue > 1e-3
+    assert chisquare(drawn, 2500 * np.array(softmax(logits.tolist()))).pvalue > 1e-3

@@ -21,6 +21,12 @@ class Family:
 
 @pytest.fixture(scope="session", params=WRITERS)
 def family(request, tmp_path_factory) -> Family:
-    folder = WRITERS[request.param](tmp_path_factory.mktemp(request.param))
+    shape = {"num_hidden_layers": 4, "sliding_window_pattern": 2}  # the pattern is Gemma's: half of the layers slide
+    folder = WRITERS[request.param](tmp_path_factory.mktemp(request.param), **shape)
     plain = load_plain(folder)
     return Family(request.param, load_target(str(folder)), plain)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Target:
+    return load_target()

@@ -145,7 +145,7 @@ class Eagle3Network(nn.Module):
             self.input_norm = nn.RMSNorm(width, spec.rms_norm_eps)
         if spec.fc_norm:
             self.fc_norm = [nn.RMSNorm(spec.target_hidden_size, spec.rms_norm_eps) for _ in range(spec.tap_count)]
-        self.layers = [
+        self.layers: list[Any] = [
             FirstLayer(spec, rope, swiglu),
             *(LaterLayer(spec, rope, swiglu, i) for i in range(1, spec.layers)),
         ]

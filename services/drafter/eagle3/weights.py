@@ -90,6 +90,7 @@ def _read_tensors(files: list[Path]) -> dict[str, mx.array]:
             loaded = mx.load(str(file))
         except (RuntimeError, ValueError) as error:
             raise AerieError(Reason.CHECKPOINT_INVALID, f"{file} is not a safetensors file: {error}") from None
+        assert isinstance(loaded, dict)
         for name, tensor in loaded.items():
             if (canonical := canonical_name(name)) in tensors:
                 raise AerieError(Reason.CHECKPOINT_INVALID, f"{file} repeats {canonical}")

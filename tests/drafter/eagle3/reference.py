@@ -133,7 +133,11 @@ def rope_frequencies(design: Design) -> tuple[Array, float]:
     first = max(np.floor(pair_with_turns(scaling.get("beta_fast", 32))), 0)
     last = min(np.ceil(pair_with_turns(scaling.get("beta_slow", 1))), d - 1)
     stretched = np.clip((np.arange(d // 2) - first) / max(last - first, 0.001), 0, 1)
-    return frequencies * (1 - stretched) + frequencies / factor * stretched, 0.1 * np.log(factor) + 1
+    frequencies = frequencies * (1 - stretched) + frequencies / factor * stretched
+    if "mscale" in scaling and "mscale_all_dim" in scaling:
+        own, all_dims = (0.1 * scaling[key] * np.log(factor) + 1 for key in ("mscale", "mscale_all_dim"))
+        return frequencies, own / all_dims
+    return frequencies, 0.1 * np.log(factor) + 1
 
 
 def rotate(x: Array, position: int, frequencies: Array, scale: float) -> Array:

@@ -152,6 +152,8 @@ def test_reports_what_nothing_reads() -> None:
     config = {**checkpoints.nvidia(DESIGN), "warp_drive": 1, "rope_scaling": scaling, "absent": None}
     config["eagle_config"] = {**config["eagle_config"], "use_mtp_layernorm": True}
     assert read(config).unknown == ("rope_scaling.attention_factor", "use_mtp_layernorm", "warp_drive")
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "mscale": 2.0}
+    assert read({**checkpoints.specforge(DESIGN), "rope_scaling": yarn}).unknown == ("rope_scaling.mscale",)
     for spelling in (checkpoints.specforge, checkpoints.nvidia, checkpoints.speculators, checkpoints.nebius):
         assert read(spelling(DESIGN)).unknown == ()
 

@@ -1,0 +1,88 @@
+"""The BLAS preload happens once a process, at import: each case gets a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the BLAS that MLX links")
+
+# Prints the library of the loaded BLAS, and whether the whole process resolves cblas_sgemm to it.
+REPORT = """
+import ctypes
+def address(library):
+    try:
+        return ctypes.cast(ctypes.CDLL(library).cblas_sgemm, ctypes.c_void_p).value
+    except AttributeError:
+        return None
+from kernels import _blas
+print(_blas.loaded, _blas.loaded and address(None) == address(_blas.loaded), address(None) is not None)
+"""
+
+
+def python(code, **environment):
+    env = {key: value for key, value in os.environ.items() if key != "AERIE_BLAS"} | environment
+    result = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, env=env, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split(), result.stderr
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """The library that is loaded when nothing is said."""
+    (path, *found), warned = python("import kernels" + REPORT)
+    assert warned == ""
+    assert found == ["True", "True"]
+    return path
+
+
+def test_importing_kernels_puts_a_blas_before_all_others(shipped):
+    assert "openblas" in os.path.basename(shipped)
+
+
+def test_importing_services_does_the_same(shipped):
+    assert python("import services" + REPORT) == ([shipped, "True", "True"], "")
+
+
+def test_the_preload_brings_no_mlx(shipped):
+    out, _ = python("import kernels, services, sys; print(any(name.split('.')[0] == 'mlx' for name in sys.modules))")
+    assert out == ["False"]
+
+
+def test_mlx_multiplies_through_it(shipped):
+    """MLX resolves cblas_sgemm in the global table: the preloaded library is there and the product is right."""
+    code = """
+import kernels, numpy as np, mlx.core as mx
+a, b = np.random.default_rng(0).normal(0, 1, (2, 64, 64)).astype(np.float32)
+print(np.abs(np.array(mx.array(a) @ mx.array(b), np.float64) - a.astype(np.float64) @ b).max() < 1e-4)
+from kernels import _blas
+print(_blas.set_threads(1))
+"""
+    assert python(code) == (["True", "True"], "")
+
+
+def test_off_loads_nothing():
+    assert python("import kernels" + REPORT, AERIE_BLAS="off") == (["None", "None", "False"], "")
+    assert python("from kernels import _blas; print(_blas.set_threads(1))", AERIE_BLAS="off") == (["False"], "")
+
+
+def test_a_named_library_is_the_one_that_is_loaded(shipped):
+    folder, name = os.path.split(shipped)
+    spelled_otherwise = os.path.join(folder, "..", os.path.basename(folder), name)
+    assert python("import kernels" + REPORT, AERIE_BLAS=spelled_otherwise) == ([spelled_otherwise, "True", "True"], "")
+
+
+@pytest.mark.parametrize("named", ["/nowhere/libblas.so", "libm.so.6"], ids=["missing", "without BLAS"])
+def test_a_named_library_that_does_not_serve_is_warned_about(named):
+    (path, *_), warned = python("import kernels" + REPORT, AERIE_BLAS=named)
+    assert path == "None"
+    assert "no fast BLAS found" in warned
+
+
+def test_importing_too_late_warns_and_loads_nothing():
+    (path, *_), warned = python("import mlx.core; import kernels" + REPORT)
+    assert path == "None"
+    assert "import aerie's packages before mlx.core" in warned

@@ -1,0 +1,96 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kernels.tree_attention import TreeMask, tree_attention
+
+HEADS, KV_HEADS, DIM = 6, 2, 16
+SCALE = DIM**-0.5
+CHAIN = [-1, 0, 1, 2, 3]
+TREE = [-1, 0, 0, 1, 1, 2, 5, 6]
+
+
+def sees(parents, prefix, window):
+    """Key by key: all of the prefix, oneself and one's ancestors, less than ``window`` positions back."""
+    depth = [0] * len(parents)
+    mask = np.zeros((len(parents), prefix + len(parents)), bool)
+    for row, parent in enumerate(parents):
+        depth[row] = depth[parent] + 1 if row else 0
+        node, keys = row, [*range(prefix)]
+        while node >= 0:
+            keys.append(prefix + node)
+            node = parents[node]
+        for key in keys:
+            position = key if key < prefix else prefix + depth[key - prefix]
+            mask[row, key] = window is None or prefix + depth[row] - position < window
+    return mask, np.array(depth) + prefix
+
+
+def tree_mask(parents, prefix, chain=False):
+    """The product's mask of one session; ``chain`` leaves the ancestors out, as for consecutive rows."""
+    allowed, positions = sees(parents, prefix, None)
+    return TreeMask(prefix, None if chain else allowed[:, prefix:], positions.astype(np.int32))
+
+
+def slow_attention(queries, keys, values, allowed, sinks):
+    """Softmax attention in float64, head by head and row by row."""
+    out = np.zeros(queries.shape)
+    for head in range(HEADS):
+        k, v = keys[0, head // (HEADS // KV_HEADS)], values[0, head // (HEADS // KV_HEADS)]
+        for row, query in enumerate(queries[0, head]):
+            seen = np.flatnonzero(allowed[row])
+            scores = k[seen] @ query * SCALE
+            extra = [] if sinks is None else [sinks[head]]
+            weights = np.exp(np.append(scores, extra) - max([*scores, *extra]))
+            out[0, head, row] = (weights / weights.sum())[: len(seen)] @ v[seen]
+    return out
+
+
+def as_array(mask, rows, keys):
+    """The three spellings that MLX takes, spelled out."""
+    if mask is None:
+        return np.ones((rows, keys), bool)
+    if isinstance(mask, str):
+        assert mask == "causal"
+        return np.tri(rows, keys, keys - rows, dtype=bool)
+    return np.array(mask)
+
+
+CASES = [
+    pytest.param(parents, prefix, window, id=f"{name}-{prefix}-{window}")
+    for name, parents in {"chain": CHAIN, "tree": TREE, "one": [-1]}.items()
+    for prefix in (0, 1, 37)
+    for window in (None, 1, 4, 38, 500)
+]
+
+
+@pytest.mark.parametrize(("parents", "prefix", "window"), CASES)
+def test_masks_hold_exactly_prefix_ancestors_and_self(parents, prefix, window):
+    allowed, _ = sees(parents, prefix, window)
+    for chain in {False, parents != TREE}:
+        mask = tree_mask(parents, prefix, chain).array(window)
+        np.testing.assert_array_equal(as_array(mask, len(parents), allowed.shape[1]), allowed)
+
+
+@pytest.mark.parametrize(("parents", "mask"), [([-1], None), (CHAIN, "causal")])
+def test_chains_take_the_fast_masks_while_no_window_slides(parents, mask):
+    """The last row's position is 41: a window of 42 still holds all."""
+    for window in (None, 42):
+        assert tree_mask(parents, 37 + 5 - len(parents), chain=True).array(window) == mask
+    assert isinstance(tree_mask(parents, 37 + 5 - len(parents), chain=True).array(41), mx.array)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(("parents", "prefix", "window"), CASES)
+def test_attention_matches_a_softmax_in_float64(parents, prefix, window, sinks):
+    rng, rows = np.random.default_rng(prefix), len(parents)
+    queries = rng.normal(0, 1, (1, HEADS, rows, DIM))
+    keys, values = rng.normal(0, 1, (2, 1, KV_HEADS, prefix + rows, DIM))
+    sink_logits = rng.normal(0, 1, HEADS) if sinks else None
+    allowed, _ = sees(parents, prefix, window)
+    expected = slow_attention(queries, keys, values, allowed, sink_logits)
+    q, k, v = (mx.array(array.astype(np.float32)) for array in (queries, keys, values))
+    s = mx.array(sink_logits.astype(np.float32)) if sinks else None
+    for chain in {False, parents != TREE}:
+        got = tree_attention(q, k, v, tree_mask(parents, prefix, chain).array(window), SCALE, s)
+        np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())

@@ -1,0 +1,253 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.speculation.errors import Reason
+from services.speculation.growth import Budget
+from services.speculation.messages import (
+    Draft,
+    Drafted,
+    Features,
+    History,
+    NeedFeatures,
+    Observe,
+    Open,
+    OpenDraft,
+    PortError,
+    Prefilled,
+    TokenLogProbs,
+    Truncate,
+    Verdict,
+    Verify,
+)
+from services.speculation.session import (
+    Cancel,
+    DrafterLost,
+    DropDrafter,
+    Emit,
+    Fail,
+    Finish,
+    Start,
+    State,
+    StopFound,
+    ToDrafterEffect,
+    ToVerifierEffect,
+    VerifierLost,
+    apply,
+    token_limit,
+)
+from services.speculation.trees import DraftTree
+from services.speculation.warpers import Sampler
+
+PROMPT = (7, 8, 9)
+OPEN = Open("s", PROMPT, 3, max_tokens=20, sampler=Sampler(), seed=5, epoch=2)
+START = State(OPEN, context_length=100, budget=Budget(16, 6, 4), drafting=True)
+ROWS = Features(3, {0: np.zeros((2, 4), np.float32)})
+LOG_PROBS = (TokenLogProbs(50, -0.5, ()),)
+TREE = DraftTree.build([50, 51, 52, 53], [-1, 0, 1, 0], [0, -0.5, -1, -2])
+
+
+def verdict(round=0, tokens=(51, 60), finish=None, epoch=2):
+    return Verdict("s", epoch, round, 4, (0, 1), tokens, finish, ROWS, 0.1, LOG_PROBS)
+
+
+def drafted(round=0, tree=TREE, epoch=2):
+    return Drafted("s", epoch, round, 4, tree, 0.1)
+
+
+EVENTS = {
+    "start": Start(),
+    "prefilled": Prefilled("s", 2, 50, None, 0.1, LOG_PROBS),
+    "history": History("s", 2, ROWS, (9, 50)),
+    "drafted": drafted(),
+    "stale drafted": drafted(round=1),
+    "drafted in another epoch": drafted(epoch=1),
+    "needs features": NeedFeatures("s", 2, 0, ((0, 3),)),
+    "stale needs features": NeedFeatures("s", 2, 5, ((0, 3),)),
+    "verdict": verdict(),
+    "stale verdict": verdict(round=3),
+    "verdict of another epoch": verdict(epoch=1),
+    "verifier's error": PortError("s", Reason.RESOURCE_EXHAUSTED, "full"),
+    "refused tree": PortError("s", Reason.INVALID_TREE, "too large"),
+    "drafter lost": DrafterLost("gone"),
+    "verifier lost": VerifierLost("gone"),
+    "cancel": Cancel(),
+    "stop found": StopFound(4),
+}
+
+
+def run(state, *names):
+    for name in names:
+        state, _ = apply(state, EVENTS[name])
+    return state
+
+
+PLAIN = replace(START, drafting=False)
+STATES = {
+    "prefilling": START,
+    "prefilling, plain": PLAIN,
+    "drafting": run(START, "prefilled"),
+    "verifying a tree": run(START, "prefilled", "drafted"),
+    "verifying a tree of a lost drafter": run(START, "prefilled", "drafted", "drafter lost"),
+    "verifying one node": run(PLAIN, "prefilled"),
+}
+
+# What each event does in each phase: the phase after it and the kinds of effects. All else changes nothing.
+FAILS = ("finished", [Fail])
+ENDS = {
+    "verifier's error": FAILS,
+    "refused tree": FAILS,
+    "verifier lost": FAILS,
+    "cancel": ("finished", [Finish]),
+    "stop found": ("finished", [ToVerifierEffect, Finish]),
+}
+EXPECTED = {
+    "prefilling": {
+        "start": ("prefilling", [ToVerifierEffect, ToDrafterEffect]),
+        "prefilled": ("drafting", [ToDrafterEffect, Emit]),
+        "history": ("prefilling", [ToDrafterEffect]),
+        "drafter lost": ("prefilling", [DropDrafter]),
+        **ENDS,
+    },
+    "prefilling, plain": {
+        "start": ("prefilling", [ToVerifierEffect]),
+        "prefilled": ("verifying", [ToVerifierEffect, Emit]),
+        **ENDS,
+    },
+    "drafting": {
+        "history": ("drafting", [ToDrafterEffect]),
+        "drafted": ("verifying", [ToVerifierEffect]),
+        "needs features": ("verifying", [DropDrafter, ToVerifierEffect]),
+        "drafter lost": ("verifying", [DropDrafter, ToVerifierEffect]),
+        **ENDS,
+    },
+    "verifying a tree": {
+        **ENDS,
+        "history": ("verifying", [ToDrafterEffect]),
+        "verdict": ("drafting", [ToDrafterEffect, ToDrafterEffect, Emit]),
+        "refused tree": ("verifying", [DropDrafter, ToVerifierEffect]),
+        "drafter lost": ("verifying", [DropDrafter]),
+    },
+    "verifying a tree of a lost drafter": {
+        **ENDS,
+        "verdict": ("verifying", [ToVerifierEffect, Emit]),
+        "refused tree": ("verifying", [ToVerifierEffect]),
+    },
+    "verifying one node": {"verdict": ("verifying", [ToVerifierEffect, Emit]), **ENDS},
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("phase", STATES)
+def test_every_event_in_every_phase(phase, event):
+    state = STATES[phase]
+    after, effects = apply(state, EVENTS[event])
+    if event in EXPECTED[phase]:
+        assert (after.phase, [type(effect) for effect in effects]) == EXPECTED[phase][event]
+    else:
+        assert after == state
+        assert effects == ()
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("end", ["cancel", "stop found", "verifier lost"])
+def test_events_after_the_end_change_nothing(event, end):
+    state = run(STATES["verifying a tree"], end)
+    assert apply(state, EVENTS[event]) == (state, ())
+
+
+def test_start_opens_both_sides():
+    _, effects = apply(START, Start())
+    assert effects == (ToVerifierEffect(OPEN), ToDrafterEffect(OpenDraft("s", 2, OPEN.sampler, 5)))
+
+
+def test_prefilled_commits_the_first_token_and_asks_for_a_tree():
+    state, effects = apply(START, EVENTS["prefilled"])
+    assert (state.round, state.committed, state.pending) == (0, 4, 50)
+    assert effects == (ToDrafterEffect(Draft("s", 2, 0, 4, Budget(16, 6, 4))), Emit((50,), (0,), LOG_PROBS))
+
+
+def test_prefilled_counts_from_the_tokens_of_a_resumed_session():
+    """Three of the 20 tokens are there already: 16 follow the pending one."""
+    resumed = replace(START, open=replace(OPEN, tokens=(*PROMPT, 1, 2, 3)))
+    state, _ = apply(resumed, EVENTS["prefilled"])
+    assert (state.committed, state.max_depth) == (7, 15)
+
+
+def test_a_first_token_that_ends_the_sequence_ends_the_session():
+    state, effects = apply(START, replace(EVENTS["prefilled"], finish="length"))
+    assert state.phase == "finished"
+    assert effects == (Emit((50,), (0,), LOG_PROBS), Finish("length"))
+
+
+def test_a_tree_is_verified_as_it_came():
+    _, (effect,) = apply(STATES["drafting"], drafted())
+    assert isinstance(effect.message, Verify)
+    assert (effect.message.epoch, effect.message.round, effect.message.base_len) == (2, 0, 4)
+    assert effect.message.tree is TREE
+
+
+def test_a_tree_with_a_wrong_root_is_replaced_by_the_pending_token():
+    _, (effect,) = apply(STATES["drafting"], drafted(tree=DraftTree.build([49, 51], [-1, 0])))
+    assert effect.message.tree.tokens.tolist() == [50]
+
+
+def test_a_refused_tree_costs_the_drafter_and_not_the_session():
+    state, (dropped, verify) = apply(STATES["verifying a tree"], EVENTS["refused tree"])
+    assert "too large" in dropped.message
+    assert (verify.message.round, verify.message.base_len) == (0, 4)
+    assert verify.message.tree.tokens.tolist() == [50]
+    # The same refusal again is about the verifier's own token: that is no drafter's fault.
+    assert apply(state, EVENTS["refused tree"])[1] == (Fail(Reason.INVALID_TREE, "too large"),)
+
+
+def test_a_verdict_commits_its_tokens_and_feeds_the_drafter():
+    state, effects = apply(STATES["verifying a tree"], verdict(tokens=(51, 52, 60)))
+    assert (state.round, state.committed, state.pending) == (1, 7, 60)
+    observe, draft, emit = effects
+    assert isinstance(observe.message, Observe)
+    assert observe.message.features is ROWS
+    assert observe.message.tokens == (51, 52, 60)
+    assert draft == ToDrafterEffect(Draft("s", 2, 1, 7, Budget(16, 6, 4)))
+    assert emit == Emit((51, 52, 60), (1, 2, 0), LOG_PROBS)
+
+
+def test_a_verdict_that_ends_the_sequence_sends_nothing_more():
+    state, effects = apply(STATES["verifying a tree"], verdict(finish="stop"))
+    assert state.phase == "finished"
+    assert effects == (Emit((51, 60), (1, 0), LOG_PROBS), Finish("stop"))
+
+
+def test_a_stop_string_cuts_the_verifier_to_its_length():
+    state, effects = apply(STATES["verifying a tree"], StopFound(5))
+    assert (state.phase, state.committed) == ("finished", 5)
+    assert effects == (ToVerifierEffect(Truncate("s", 2, 5)), Finish("stop"))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "context_length", "limit"), [(20, 100, 23), (97, 100, 100), (500, 100, 100), (1, 100, 4)]
+)
+def test_the_limit_is_the_nearer_of_tokens_and_context(max_tokens, context_length, limit):
+    assert token_limit(replace(OPEN, max_tokens=max_tokens), context_length) == limit
+
+
+@pytest.mark.parametrize(("left", "asked"), [(9, 6), (7, 6), (6, 5), (3, 2), (2, 1)])
+def test_drafts_are_no_deeper_than_what_is_left(left, asked):
+    """A tree of depth d emits up to d + 1 tokens."""
+    for open_, context in ((replace(OPEN, max_tokens=1 + left), 100), (OPEN, 4 + left)):
+        _, effects = apply(replace(START, open=open_, context_length=context), EVENTS["prefilled"])
+        assert effects[0].message.budget == Budget(16, asked, 4)
+
+
+def test_the_last_token_is_not_drafted_for():
+    state, effects = apply(replace(START, open=replace(OPEN, max_tokens=2)), EVENTS["prefilled"])
+    assert state.phase == "verifying"
+    assert effects[0].message.tree.tokens.tolist() == [50]
+
+
+def test_trees_deeper_than_what_is_left_are_clipped():
+    state = run(replace(START, open=replace(OPEN, max_tokens=3)), "prefilled")
+    _, (effect,) = apply(state, drafted())
+    assert effect.message.tree.tokens.tolist() == [50, 51, 53]
+    assert effect.message.tree.parents.tolist() == [-1, 0, 0]
