@@ -41,9 +41,10 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], 
         AerieError: TARGET_UNSUPPORTED for other architectures, tensor types or settings.
     """
     try:
-        tensors, metadata = mx.load(str(path), format="gguf", return_metadata=True)
+        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
     except (RuntimeError, ValueError) as error:
         raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path} is not a GGUF file that MLX reads: {error}") from None
+    tensors, metadata = loaded
     architecture = metadata.get("general.architecture")
     file_type = int(metadata.get("general.file_type", -1))
     if architecture != "llama" or file_type not in _FILE_TYPES:
@@ -57,13 +58,13 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], 
     except KeyError as missing:
         raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path.name} lacks {missing}") from None
     model = llama.Model(llama.ModelArgs.from_dict(config))
-    weights = _rename(tensors, config)
-    if dequantize:
-        weights = _widen(weights)
-    else:
-        nn.quantize(model, group_size=_GROUP, class_predicate=lambda name, _: _packing(name, weights))
-        weights = {name: w.astype(mx.float16) if w.dtype == mx.float32 else w for name, w in weights.items()}
     try:
+        weights = _rename(tensors, config)
+        if dequantize:
+            weights = _widen(weights)
+        else:
+            nn.quantize(model, group_size=_GROUP, class_predicate=lambda name, _: _packing(name, weights))
+            weights = {name: w.astype(mx.float16) if w.dtype == mx.float32 else w for name, w in weights.items()}
         model.load_weights(list(weights.items()))
     except ValueError as error:
         raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path.name}: {error}") from None

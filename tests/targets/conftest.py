@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 import pytest
+from tokenizers import Tokenizer
 
 from services.targets.loader import load_target
 from services.targets.target import Target
@@ -30,3 +31,8 @@ def family(request, tmp_path_factory) -> Family:
 @pytest.fixture(scope="session")
 def smollm2() -> Target:
     return load_target()
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2: Target) -> Tokenizer:
+    return Tokenizer.from_str(smollm2.tokenizer.tokenizer_json)

@@ -109,6 +109,7 @@ def test_head_width_of_its_own_is_read(tmp_path):
         ({"llama__block_count": 3}, "model.layers.2"),
         ({"llama__block_count": 1}, "model.layers.1"),
         ({"llama__feed_forward_length": 96}, "shape"),
+        ({"llama__attention__head_count_kv": 3}, "a.gguf"),
         ({"tokenizer__ggml__tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges"),
         ({"tokenizer__ggml__model": "llama"}, "'llama'"),

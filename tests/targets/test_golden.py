@@ -65,8 +65,7 @@ def test_final_hidden_states_equal_the_reference(document: Document):
     np.testing.assert_allclose(document.taps["final"][:, :8], document.golden["final_head"], atol=1e-3, rtol=0)
 
 
-def test_text_is_the_reference_s(document: Document, smollm2: Target):
-    tokenizer = Tokenizer.from_str(smollm2.tokenizer.tokenizer_json)
+def test_text_is_the_reference_s(document: Document, smollm2_tokenizer: Tokenizer):
     prompt_len = int(document.golden["prompt_len"][0])
-    assert tokenizer.encode(document.prompt, add_special_tokens=False).ids == document.tokens[:prompt_len]
-    assert tokenizer.decode(document.tokens[prompt_len:], skip_special_tokens=False) == document.answer
+    assert smollm2_tokenizer.encode(document.prompt, add_special_tokens=False).ids == document.tokens[:prompt_len]
+    assert smollm2_tokenizer.decode(document.tokens[prompt_len:], skip_special_tokens=False) == document.answer

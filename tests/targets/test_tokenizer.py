@@ -164,15 +164,14 @@ def test_fingerprint_follows_every_part(folder: Path):
 
 @pytest.mark.real
 @pytest.mark.parametrize("text", TRICKY)
-def test_smollm2_round_trips(smollm2: Target, text: str):
-    tokenizer = Tokenizer.from_str(smollm2.tokenizer.tokenizer_json)
-    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+def test_smollm2_round_trips(smollm2_tokenizer: Tokenizer, text: str):
+    assert smollm2_tokenizer.decode(smollm2_tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.real
-def test_smollm2_tokens_are_the_published_ones(smollm2: Target):
+def test_smollm2_tokens_are_the_published_ones(smollm2_tokenizer: Tokenizer):
     """Digits one by one; special tokens whole, and only whole."""
-    tokenizer = Tokenizer.from_str(smollm2.tokenizer.tokenizer_json)
+    tokenizer = smollm2_tokenizer
     assert tokenizer.encode("<|im_start|>user\n").tokens == ["<|im_start|>", "user", "Ċ"]
     assert tokenizer.encode("<|im_start|><|im_end|><|endoftext|>").ids == [1, 2, 0]
     assert tokenizer.encode("2024").tokens == ["2", "0", "2", "4"]

@@ -1,6 +1,7 @@
 """Rounds: what comes out is what plain decoding gives, whatever the trees."""
 
 import asyncio
+import gc
 
 import mlx.core as mx
 import numpy as np
@@ -122,20 +123,24 @@ def test_verdicts_bring_the_features_of_accepted_positions(tiny: Tiny):
     run(play())
 
 
-def test_sessions_without_taps_get_no_features(tiny: Tiny):
+def test_sessions_of_a_batch_get_their_own_taps(tiny: Tiny):
     async def play():
         async with hosting(tiny.target) as host:
-            plain, tapped = Client(host, "a"), Client(host, "b")
+            clients = {taps: Client(host, str(taps)) for taps in [(), (1,), (2, "final")]}
             async with busy_device() as settle:
-                plain.ask_open(PROMPT)
-                tapped.ask_open(PROMPT, taps=(1,))
+                for taps, client in clients.items():
+                    client.ask_open(PROMPT, taps=taps)
                 await settle()
-            await plain.prefilled()
-            await tapped.prefilled()
-            assert not plain.history
-            assert list(tapped.history[0].features.rows) == [1]
-            verdict = await plain.play(plain.root())
-            assert verdict.features.rows == {}
+            for client in clients.values():
+                await client.prefilled()
+            async with busy_device() as settle:
+                for client in clients.values():
+                    client.tell(client.verify(client.root()))
+                await settle()
+            for taps, client in clients.items():
+                assert tuple((await client.verdict()).features.rows) == taps
+                assert [tuple(history.features.rows) for history in client.history] == ([taps] if taps else [])
+            assert host.batches == 2
 
     run(play())
 
@@ -288,6 +293,7 @@ def test_memory_stays_flat_over_many_rounds(tmp_path):
             for number in range(1, 501):
                 await client.play(partly_right(rng, client.tokens[-1], rng.integers(0, 300, 7).tolist(), 9))
                 if number in (50, 500):
+                    gc.collect()  # what other tests left behind, too
                     used[number] = await device_thread().run(mx.get_active_memory)
                 if len(client.tokens) > 200:  # stay within the cache's first step
                     del client.tokens[20:]

@@ -1,5 +1,6 @@
 """Repeats, stale rounds, epochs, ends of streams and failures: one session's trouble is its own."""
 
+import asyncio
 import logging
 
 import numpy as np
@@ -207,6 +208,36 @@ def test_stream_that_ends_in_flight_gets_nothing_more(tiny: Tiny, phase: str):
                 await settle()
             await stayer.verdict()
             await client_gone(host)
+            assert leaver.inbox.empty()
+            assert list(host.sessions) == ["stayer"]
+
+    run(play())
+
+
+def test_stream_that_ends_while_its_batch_runs_gets_nothing_more(tiny: Tiny, monkeypatch):
+    forward = tiny.target.forward
+
+    async def play():
+        loop = asyncio.get_running_loop()
+        async with hosting(tiny.target) as host:
+            leaver, stayer = Client(host, "leaver"), Client(host, "stayer")
+            for client in (leaver, stayer):
+                await client.open(PROMPT)
+
+            async def leave() -> None:
+                leaver.close()
+                await client_gone(host)
+
+            def forward_while_one_leaves(rows, taps):
+                asyncio.run_coroutine_threadsafe(leave(), loop).result(10)
+                return forward(rows, taps)
+
+            monkeypatch.setattr(tiny.target, "forward", forward_while_one_leaves)
+            async with busy_device() as settle:
+                for client in (leaver, stayer):
+                    client.tell(client.verify(client.root()))
+                await settle()
+            await stayer.verdict()
             assert leaver.inbox.empty()
             assert list(host.sessions) == ["stayer"]
 
