@@ -16,6 +16,11 @@ from services.speculation.errors import AerieError, Reason
 Logits = NDArray[np.float32]
 
 
+MIN_TEMPERATURE = 1e-5
+"""Below it logits divided by the temperature leave float32; 0 is greedy."""
+MAX_BIAS = 1e9
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How the target's distribution is warped and sampled.
@@ -42,14 +47,17 @@ class Sampler:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.temperature >= 0 and math.isfinite(self.temperature), "temperature must be 0 or more"),
+            (
+                self.temperature == 0 or (self.temperature >= MIN_TEMPERATURE and math.isfinite(self.temperature)),
+                f"temperature must be 0 or at least {MIN_TEMPERATURE}",
+            ),
             (self.top_k >= 0, "top_k must be 0 or more"),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
             (0 <= self.min_p < 1, "min_p must be in [0, 1)"),
             (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty), "repetition_penalty must be > 0"),
             (math.isfinite(self.presence_penalty), "presence_penalty must be finite"),
             (math.isfinite(self.frequency_penalty), "frequency_penalty must be finite"),
-            (all(math.isfinite(bias) for _, bias in self.logit_bias), "logit_bias must be finite"),
+            (all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias), f"logit_bias must be within ±{MAX_BIAS:g}"),
         )
         for holds, message in checks:
             if not holds:

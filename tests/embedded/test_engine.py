@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_depths_say_how_each_token_came(engine):
     result = engine.generate(QUESTION, max_tokens=24)
     assert result.depths[0] == 0
     rounds = [0, *[i for i, depth in enumerate(result.depths) if depth == 0 and i]]
-    for start, stop in zip(rounds, rounds[1:], strict=False):
+    for start, stop in pairwise(rounds):
         # Between two bonus tokens the accepted drafts count up from depth 1.
         assert list(result.depths[start + 1 : stop]) == list(range(1, stop - start))
     assert sum(d > 0 for d in result.depths) == sum(result.stats.accepted)

@@ -164,6 +164,8 @@ def test_presence_and_frequency_ignore_the_prompt():
     "wrong",
     [
         {"temperature": -0.1},
+        {"temperature": 1e-40},
+        {"logit_bias": ((0, 1e39),)},
         {"temperature": math.inf},
         {"temperature": math.nan},
         {"top_k": -1},
