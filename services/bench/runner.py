@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -112,7 +113,7 @@ def run_benchmark(
             if baseline:
                 tokens = request(prompt, "off").tokens
                 run: BaselineRun = engine.on_device(
-                    lambda t=tokens: baseline.run(t, options.max_tokens, options.ignore_eos)
+                    partial(baseline.run, tokens, options.max_tokens, options.ignore_eos)
                 )
                 arms.setdefault("mlx_lm", []).append(Timing(run.tokens_per_second, run.first_seconds, run.last_seconds))
         assert plain is not None

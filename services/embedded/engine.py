@@ -6,11 +6,10 @@ with Engine.load() as engine:
 
 import asyncio
 import atexit
-import functools
 import gc
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -211,7 +210,7 @@ class Engine:
             depths += item.depths
         raise RuntimeError("a generation ended without Done")
 
-    def on_device(self, function: "functools.partial[T] | Any") -> Any:
+    def on_device(self, function: Callable[[], T]) -> T:
         """Run a function on the device thread and wait for it."""
         return self.device.submit(function).result()
 

@@ -6,7 +6,7 @@ top-k, top-p, min-p. Ties at a cut keep the smaller id; top-p keeps the token th
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,8 +176,3 @@ def log_probs(logits: Logits) -> Logits:
     wide -= wide.max(-1, keepdims=True)
     result: Logits = (wide - np.log(np.exp(wide).sum(-1, keepdims=True))).astype(np.float32)
     return result
-
-
-def greedy_version(sampler: Sampler) -> Sampler:
-    """The same bias and penalties at temperature 0."""
-    return replace(sampler, temperature=0.0)

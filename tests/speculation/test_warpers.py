@@ -7,7 +7,7 @@ from scipy.stats import chisquare
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.noise import gumbel
-from services.speculation.warpers import Counts, Sampler, choose, greedy_version, log_probs, penalise, warp
+from services.speculation.warpers import Counts, Sampler, choose, log_probs, penalise, warp
 from tests.speculation.slow_warpers import INF, slow_penalise, slow_warp, softmax
 
 VOCAB = 40
@@ -199,7 +199,6 @@ def test_bias_outside_the_vocabulary_is_refused(token):
 def test_plain_argmax_holds_only_without_bias_and_penalties(settings):
     assert Sampler(**settings).plain_argmax is (not settings)
     assert not Sampler(temperature=0.5, **settings).plain_argmax
-    assert greedy_version(Sampler(temperature=0.5, **settings)) == Sampler(**settings)
 
 
 def test_sampling_needs_noise():
