@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from services.drafter.family import DraftSession, Frontier
+from services.drafter.family import Frontier, TreeSession
+from services.drafter.session import DraftSession
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import DrafterInfo, Features
 from services.speculation.trees import IntArray
@@ -32,7 +33,7 @@ class RandomDrafter:
         session.length += len(tokens)
         session.last = mx.zeros((1, 1))
 
-    def expand(self, session: DraftSession, frontier: Frontier) -> mx.array:
+    def expand(self, session: TreeSession, frontier: Frontier) -> mx.array:
         return mx.zeros((frontier.tokens.shape[0], 1))
 
     def top_children(self, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:

@@ -1,31 +1,14 @@
 """What a drafter family implements; growth and the host know nothing else of it."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
-import numpy as np
 
+from services.drafter.session import DraftSession, Rows
 from services.speculation.messages import DrafterInfo, Features
 from services.speculation.trees import IntArray
-from services.targets.kv_rows import KVRows
-
-
-@dataclass(eq=False)
-class DraftSession:
-    """A drafter's view of one session.
-
-    Attributes:
-        kv: Keys and values of the true rows that are kept; tree rows are scratch.
-        kept: [rows] absolute position of each kept row.
-        length: Rows observed; row i is (features at i, token at i + 1). The next row has this position.
-        last: Hidden state [1, hidden] that the last observed row hands on, or None.
-    """
-
-    kv: KVRows
-    kept: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-    length: int = 0
-    last: mx.array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +30,12 @@ class Frontier:
     scratch: int
 
 
+class TreeSession(Protocol):
+    """Where tree rows go: a ``DraftSession``, or its stand-in while a growth is traced."""
+
+    def tree_rows(self, depth: int, ancestors: mx.array, scratch: int) -> Rows: ...
+
+
 class DraftModel(Protocol):
     """One loaded drafter."""
 
@@ -58,10 +47,22 @@ class DraftModel(Protocol):
         """Append true rows; ``session.last`` becomes the state that predicts the next token."""
         ...
 
-    def expand(self, session: DraftSession, frontier: Frontier) -> mx.array:
+    def expand(self, session: TreeSession, frontier: Frontier) -> mx.array:
         """Write the frontier's rows as scratch; returns the states [f, hidden] that they hand on."""
         ...
 
     def top_children(self, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
         """States [f, hidden] -> log-probabilities and target ids of the k likeliest children, [f, k] each."""
+        ...
+
+
+class TraceableDraftModel(DraftModel, Protocol):
+    """A drafter whose steps are pure functions of arrays, so that ``compiled`` can run them at fixed shapes."""
+
+    def check_features(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
+        """Raises AerieError: FEATURE_GAP or INVALID_ARGUMENT."""
+        ...
+
+    def read(self, tokens: mx.array, taps: Sequence[mx.array], rows: Rows) -> mx.array:
+        """True rows: tokens [n] and features [n, hidden] by tap -> the states [n, hidden] that they hand on."""
         ...

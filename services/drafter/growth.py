@@ -4,13 +4,22 @@ Each depth expands at most ``top_k`` frontier nodes in one forward. Without a st
 until the last depth: one synchronisation a tree.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from services.drafter.family import DraftModel, DraftSession, Frontier
+from services.drafter.family import DraftModel, Frontier, TreeSession
+from services.drafter.session import DraftSession
 from services.speculation.growth import Budget, Candidates, rerank
 from services.speculation.trees import DraftTree
+
+Levels = list[tuple[mx.array, mx.array]]
+"""For each depth, log-probabilities and tokens [f, k] of the children of its frontier."""
+Picks = list[mx.array]
+"""For each depth but the last, flat indices into its level: the nodes that were expanded."""
 
 
 def grow(model: DraftModel, session: DraftSession, root_token: int, budget: Budget) -> DraftTree:
@@ -24,10 +33,31 @@ def grow(model: DraftModel, session: DraftSession, root_token: int, budget: Budg
     """
     if session.last is None or budget.max_depth < 1 or budget.max_nodes < 2:
         return DraftTree.root(root_token)
-    hidden, scores = session.last, mx.zeros((1,))
+    levels, picks = propose(model, session, session.last, budget, partial(_frontier_width, budget))
+    mx.eval(levels, picks)
+    return rerank(root_token, collect(levels, picks), budget)
+
+
+def propose(
+    model: DraftModel,
+    session: TreeSession,
+    last: mx.array,
+    budget: Budget,
+    width: Callable[[Levels, Picks, mx.array], int],
+) -> tuple[Levels, Picks]:
+    """Expand a frontier at each depth, lazily.
+
+    Args:
+        model: The drafter.
+        session: Where tree rows go.
+        last: [1, hidden] state that predicts the root's children.
+        budget: Depth and children of a node.
+        width: Most nodes to expand of those whose total scores [n] it is given, with all levels so far.
+    """
+    hidden, scores = last, mx.zeros((1,))
     ancestors = mx.zeros((1, 0), mx.bool_)
-    levels: list[tuple[mx.array, mx.array]] = []  # log-probabilities and tokens [f, k] of the children of a frontier
-    picks: list[mx.array] = []  # flat indices into the level before: the frontier that was expanded
+    levels: Levels = []
+    picks: Picks = []
     scratch = 0
     for depth in range(1, budget.max_depth + 1):
         log_probs, tokens = model.top_children(hidden, budget.top_k)
@@ -35,42 +65,38 @@ def grow(model: DraftModel, session: DraftSession, root_token: int, budget: Budg
         if depth == budget.max_depth:
             break
         totals = (scores[:, None] + log_probs).reshape(-1)
-        width = _frontier_width(levels, picks, totals, budget)
-        if width == 0:
+        count = min(width(levels, picks, totals), totals.shape[0])
+        if count == 0:
             break
-        pick = mx.argsort(-totals)[:width]
+        pick = mx.argsort(-totals)[:count]
         picks.append(pick)
         parents = pick // log_probs.shape[1]
         scores = totals[pick]
-        ancestors = mx.concatenate([ancestors[parents], mx.eye(width, dtype=mx.bool_)], axis=1)
+        ancestors = mx.concatenate([ancestors[parents], mx.eye(count, dtype=mx.bool_)], axis=1)
         frontier = Frontier(tokens.reshape(-1)[pick], hidden[parents], ancestors, depth, scratch)
         hidden = model.expand(session, frontier)
-        scratch += width
-    mx.eval(levels, picks)
-    return rerank(root_token, _collect(levels, picks), budget)
+        scratch += count
+    return levels, picks
 
 
-def _frontier_width(
-    levels: list[tuple[mx.array, mx.array]], picks: list[mx.array], totals: mx.array, budget: Budget
-) -> int:
+def _frontier_width(budget: Budget, levels: Levels, picks: Picks, totals: mx.array) -> int:
     """How many of the best new nodes to expand: top_k, or fewer under a stop rule, which reads scores back.
 
     A node below the rule's floor has no children in the tree, and neither has one that is worse than the best
     ``max_nodes - 1`` candidates so far: its children are worse still.
     """
-    width = min(budget.top_k, totals.shape[0])
     if budget.min_log_prob == -np.inf:
-        return width
+        return budget.top_k
     mx.eval(levels, picks)
-    scores = _total_scores(_collect(levels, picks))
+    scores = _total_scores(collect(levels, picks))
     scores[np.isnan(scores)] = -np.inf
     rivals = np.sort(scores)[::-1]
     room = budget.max_nodes - 1
     floor = max(budget.min_log_prob, rivals[room - 1] if len(rivals) >= room else -np.inf)
-    return min(width, int((scores[-totals.shape[0] :] >= floor).sum()))
+    return min(budget.top_k, int((scores[-totals.shape[0] :] >= floor).sum()))
 
 
-def _collect(levels: list[tuple[mx.array, mx.array]], picks: list[mx.array]) -> Candidates:
+def collect(levels: Levels, picks: Picks) -> Candidates:
     """Number all children of all expanded nodes, level by level."""
     tokens, parents, log_probs = [], [], []
     frontier: NDArray[np.int64] = np.array([-1])

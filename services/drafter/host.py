@@ -6,11 +6,14 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from services.drafter.family import DraftModel, DraftSession
+from services.drafter.compiled import CompiledDrafting
+from services.drafter.family import DraftModel
 from services.drafter.growth import grow
+from services.drafter.session import DraftSession
 from services.runtime.actor import Actor
 from services.runtime.device import DeviceThread, Priority
 from services.speculation.errors import AerieError, Reason
@@ -64,12 +67,15 @@ class DrafterHost(Actor[FromClient | Closed]):
     Args:
         model: Loaded on ``device``'s thread.
         device: Shared with the verifier host in embedded mode.
+        compiled: Runs the model, where compiling pays.
     """
 
-    def __init__(self, model: DraftModel, device: DeviceThread) -> None:
+    def __init__(self, model: DraftModel, device: DeviceThread, compiled: CompiledDrafting | None = None) -> None:
         super().__init__(f"drafter {model.info.name}")
         self.sessions: dict[str, _Hosted] = {}
         self._model = model
+        self._observe_rows = compiled.observe if compiled else model.observe
+        self._grow = compiled.grow if compiled else partial(grow, model)
         self._device = device
 
     @property
@@ -129,7 +135,7 @@ class DrafterHost(Actor[FromClient | Closed]):
         start = time.perf_counter()
         queued, hosted.queued = hosted.queued, []
         for observe in queued:
-            self._model.observe(hosted.state, np.asarray(observe.tokens, np.int32), observe.features)
+            self._observe_rows(hosted.state, np.asarray(observe.tokens, np.int32), observe.features)
             if observe.tokens:
                 hosted.pending = observe.tokens[-1]
         hosted.seconds += time.perf_counter() - start
@@ -146,6 +152,6 @@ class DrafterHost(Actor[FromClient | Closed]):
         if hosted.state.length < rows:
             missing = ((hosted.state.length, rows),)
             return NeedFeatures(draft.session, draft.epoch, draft.round, missing)
-        tree = grow(self._model, hosted.state, hosted.pending, draft.budget)
+        tree = self._grow(hosted.state, hosted.pending, draft.budget)
         seconds, hosted.seconds = hosted.seconds + time.perf_counter() - start, 0.0
         return Drafted(draft.session, draft.epoch, draft.round, draft.base_len, tree, seconds)

@@ -9,7 +9,7 @@ import mlx.core as mx
 from services.drafter.eagle3.config import NO_OVERRIDES, Overrides
 from services.drafter.eagle3.model import Eagle3Drafter
 from services.drafter.eagle3.weights import check_fit, read_checkpoint
-from services.drafter.family import DraftModel
+from services.drafter.family import TraceableDraftModel
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import TargetInfo
 
@@ -28,7 +28,7 @@ def shipped_checkpoint(family: str, target: TargetInfo) -> Path | None:
 
 def load_drafter(
     path: Path, target: TargetInfo, shared: Callable[[str], mx.array], overrides: Overrides = NO_OVERRIDES
-) -> DraftModel:
+) -> TraceableDraftModel:
     """Load a checkpoint folder. Call on the device thread.
 
     Args:

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from kernels import _blas
+from services.drafter.compiled import CompiledDrafting
 from services.drafter.eagle3.config import NO_OVERRIDES, Overrides
-from services.drafter.family import DraftModel
+from services.drafter.family import DraftModel, TraceableDraftModel
 from services.drafter.host import DrafterHost
 from services.drafter.loader import choose_checkpoint, load_drafter
 from services.embedded.ports import LocalDrafterPort, LocalVerifierPort
@@ -102,10 +103,10 @@ class Engine:
             raise
         return engine
 
-    def _load_drafter(self, path: Path, overrides: Overrides) -> DraftModel:
+    def _load_drafter(self, path: Path, overrides: Overrides) -> TraceableDraftModel:
         return self.on_device(lambda: load_drafter(path, self.target.info, self.target.tensor, overrides))
 
-    async def _start(self, model: DraftModel | None, kv_bytes: int | None) -> None:
+    async def _start(self, model: TraceableDraftModel | None, kv_bytes: int | None) -> None:
         target, files = self.target, self.target.tokenizer
         self.verifier = await self.device.run(lambda: VerifierHost(target, self.device, kv_bytes, self.bus))
         self.verifier.start()
@@ -119,10 +120,10 @@ class Engine:
             self.bus,
         )
         if model:
-            self._add_drafter(model)
+            self._add_drafter(model, CompiledDrafting(model) if target.info.device == "gpu" else None)
 
-    def _add_drafter(self, model: DraftModel) -> None:
-        host = DrafterHost(model, self.device)
+    def _add_drafter(self, model: DraftModel, compiled: CompiledDrafting | None = None) -> None:
+        host = DrafterHost(model, self.device, compiled)
         host.start()
         self.drafters.append(host)
         info: DrafterInfo = model.info

@@ -1,11 +1,24 @@
 """Keys and values of one session: committed rows, then the rows of the round in flight."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 STEP = 256
 """Rows are allocated in steps, as in mlx-lm."""
+_MOVE = 8
+"""Commits move rows by multiples of this, so that the compiled move is traced a few times only."""
+
+
+def round_to_steps(rows: int) -> int:
+    """Capacity for ``rows`` positions: little memory, a new shape every STEP rows."""
+    return -(-rows // STEP) * STEP
+
+
+def round_to_doubles(rows: int) -> int:
+    """Capacity for ``rows`` positions where every new shape costs a compilation: powers of two."""
+    return max(STEP, 1 << (rows - 1).bit_length())
 
 
 class KVRows:
@@ -15,10 +28,12 @@ class KVRows:
 
     Args:
         layers: Number of caches that the model asks for.
+        round_up: Rows needed -> rows allocated.
     """
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, round_up: Callable[[int], int] = round_to_steps) -> None:
         self.length = 0
+        self._round_up = round_up
         self.keys: list[mx.array | None] = [None] * layers
         self.values: list[mx.array | None] = [None] * layers
 
@@ -26,8 +41,10 @@ class KVRows:
         """Store rows [1, kv_heads, n, d] after the committed ones and ``scratch`` others."""
         start = self.length + scratch
         stop = start + keys.shape[2]
-        self.keys[layer] = _put(self.keys[layer], keys, start, stop)
-        self.values[layer] = _put(self.values[layer], values, start, stop)
+        for arrays, rows in ((self.keys, keys), (self.values, values)):
+            array = self._grown(arrays[layer], stop, rows)
+            array[..., start:stop, :] = rows
+            arrays[layer] = array
 
     def read(self, layer: int, stop: int) -> tuple[mx.array, mx.array]:
         """Keys and values of rows [0, stop)."""
@@ -36,19 +53,27 @@ class KVRows:
         assert values is not None
         return keys[..., :stop, :], values[..., :stop, :]
 
+    def reserve(self, rows: int) -> None:
+        """Make room for ``rows`` rows after the committed ones in every layer that has been written."""
+        for arrays in (self.keys, self.values):
+            for layer, array in enumerate(arrays):
+                if array is not None:
+                    arrays[layer] = self._grown(array, self.length + rows, array)
+
     def commit(self, path: Sequence[int]) -> None:
         """Keep the scratch rows of an accepted path (node indices, root first).
 
         Rows that are in place already stay: a path that is a prefix of the node order moves nothing.
         """
         in_place = next((i for i, node in enumerate(path) if node != i), len(path))
-        if moved := list(path[in_place:]):
-            start = self.length + in_place
-            source = mx.array(moved) + self.length
-            for arrays in (self.keys, self.values):
-                for array in arrays:
-                    if array is not None:  # some layers read another layer's cache
-                        array[..., start : start + len(moved), :] = array[..., source, :]
+        if moved := path[in_place:]:
+            capacity = min(array.shape[2] for array in self.arrays())
+            count = min(-(-len(moved) // _MOVE) * _MOVE, capacity)
+            start = min(self.length + in_place, capacity - count)
+            source = np.arange(start, start + count)
+            first = self.length + in_place - start
+            source[first : first + len(moved)] = self.length + np.array(moved)
+            self.fill(_move_rows(self.arrays(), mx.array(source), mx.array([start])))
             mx.async_eval(self.arrays())
         self.length += len(path)
 
@@ -57,28 +82,36 @@ class KVRows:
         self.length = min(self.length, length)
 
     def drop(self, start: int, stop: int) -> None:
-        """Remove committed rows [start, stop): later rows move up, contiguous in memory."""
-        for arrays in (self.keys, self.values):
-            for layer, array in enumerate(arrays):
-                if array is not None:
-                    arrays[layer] = mx.concatenate([array[..., :start, :], array[..., stop:, :]], axis=2)
+        """Remove committed rows [start, stop): later rows move up. The capacity stays."""
+        parts = (slice(start), slice(stop, None), slice(start, stop))
+        self.fill([mx.concatenate([array[..., part, :] for part in parts], axis=2) for array in self.arrays()])
         self.length -= stop - start
         mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
+        """Keys, then values, of the layers that have their own."""
         return [array for array in (*self.keys, *self.values) if array is not None]
+
+    def fill(self, arrays: Sequence[mx.array]) -> None:
+        """Put other arrays in the places of ``arrays()``."""
+        fresh = iter(arrays)
+        self.keys = [None if array is None else next(fresh) for array in self.keys]
+        self.values = [None if array is None else next(fresh) for array in self.values]
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
-
-def _put(array: mx.array | None, rows: mx.array, start: int, stop: int) -> mx.array:
-    if array is None or stop > array.shape[2]:
-        capacity = -(-stop // STEP) * STEP
-        grown = mx.zeros((1, rows.shape[1], capacity, rows.shape[3]), rows.dtype)
+    def _grown(self, array: mx.array | None, rows: int, like: mx.array) -> mx.array:
+        if array is not None and rows <= array.shape[2]:
+            return array
+        grown = mx.zeros((1, like.shape[1], self._round_up(rows), like.shape[3]), like.dtype)
         if array is not None:
-            grown[..., :start, :] = array[..., :start, :]
-        array = grown
-    array[..., start:stop, :] = rows
-    return array
+            grown[..., : array.shape[2], :] = array
+        return grown
+
+
+@mx.compile
+def _move_rows(arrays: list[mx.array], source: mx.array, start: mx.array) -> list[mx.array]:
+    """Copy rows ``source`` [n] to ``start`` .. in every array: one call instead of two a layer."""
+    return [mx.slice_update(array, array[..., source, :], start, (2,)) for array in arrays]

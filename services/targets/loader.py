@@ -15,6 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import TargetInfo
 from services.targets import cpu, seams, selfcheck
+from services.targets.compiled import CompiledForward
 from services.targets.gguf import load_gguf
 from services.targets.target import Target
 from services.targets.tokenizer import TokenizerFiles, tokenizer_from_folder, tokenizer_from_gguf
@@ -65,7 +66,8 @@ def load_target(name: str = SMOLLM2) -> Target:
         device="cpu" if on_cpu else "gpu",
         max_tree_nodes=MAX_TREE_NODES,
     )
-    target = Target(model, recorder, info, checkpoint.tokenizer)
+    compiled = None if on_cpu else CompiledForward(model, recorder)
+    target = Target(model, recorder, info, checkpoint.tokenizer, compiled)
     selfcheck.check_tree_exact(target, plain)
     return target
 

@@ -15,7 +15,7 @@ from mlx_lm.models import rope_utils
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import Tap
-from services.targets.ragged import LayerCache, WindowMask
+from services.targets.ragged import WindowMask
 
 _ROPES = tuple(
     kind
@@ -103,7 +103,7 @@ def _tap_norm(norm: nn.Module, recorder: Recorder) -> None:
 
 
 def _hand_over_attention(module_name: str) -> None:
-    """Make a model module's attention call ask a ``LayerCache`` first; other caches go the usual way."""
+    """Make a model module's attention call ask the cache first; caches that do not attend go the usual way."""
     module = sys.modules[module_name]
     original = vars(module).get("scaled_dot_product_attention")
     if original is None or getattr(original, "hands_over", False):
@@ -118,8 +118,9 @@ def _hand_over_attention(module_name: str) -> None:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        if isinstance(cache, LayerCache):
-            return cache.attend(queries, scale, mask if isinstance(mask, WindowMask) else WindowMask(None), sinks)
+        if attend := getattr(cache, "attend", None):
+            own: mx.array = attend(queries, scale, mask if isinstance(mask, WindowMask) else WindowMask(None), sinks)
+            return own
         result: mx.array = original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         return result
 

@@ -8,7 +8,8 @@ import mlx.nn as nn
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import Tap, TargetInfo
-from services.targets.kv_rows import STEP, KVRows
+from services.targets.compiled import CompiledForward
+from services.targets.kv_rows import KVRows, round_to_doubles, round_to_steps
 from services.targets.ragged import RaggedBatch, SessionRows
 from services.targets.seams import Recorder
 from services.targets.tokenizer import TokenizerFiles
@@ -35,13 +36,22 @@ class Target:
         recorder: From ``seams.install``.
         info: What it is.
         tokenizer: Its tokenizer as data.
+        compiled: Runs single trees, where compiling pays; None runs everything as a ragged batch.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder, info: TargetInfo, tokenizer: TokenizerFiles) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        info: TargetInfo,
+        tokenizer: TokenizerFiles,
+        compiled: CompiledForward | None = None,
+    ) -> None:
         self.model = model
         self.info = info
         self.tokenizer = tokenizer
         self._recorder = recorder
+        self._compiled = compiled
         self._kv_bytes_per_row: int | None = None
 
     @property
@@ -50,11 +60,15 @@ class Target:
         if self._kv_bytes_per_row is None:
             kv = self.new_kv()
             self.forward([SessionRows.chunk(kv, [0], "none")])
-            self._kv_bytes_per_row = kv.nbytes // STEP
+            self._kv_bytes_per_row = kv.nbytes // self.kv_capacity(1)
         return self._kv_bytes_per_row
 
+    def kv_capacity(self, rows: int) -> int:
+        """Positions that a cache allocates to hold ``rows``."""
+        return round_to_doubles(rows) if self._compiled else round_to_steps(rows)
+
     def new_kv(self) -> KVRows:
-        return KVRows(len(self.model.layers))
+        return KVRows(len(self.model.layers), self.kv_capacity)
 
     def forward(self, sessions: Sequence[SessionRows], taps: frozenset[Tap] = frozenset()) -> Forward:
         """Run all rows of all sessions in one batch; their keys and values become scratch rows.
@@ -63,6 +77,8 @@ class Target:
             sessions: At least one; each with its own cache.
             taps: What to record, for every row.
         """
+        if self._compiled and len(sessions) == 1 and self._compiled.takes(sessions[0]):
+            return Forward(*self._compiled(sessions[0], taps))
         batch = RaggedBatch(sessions)
         chosen = batch.logit_rows()
         rows = None if chosen is None else mx.array(chosen)

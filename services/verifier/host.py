@@ -29,6 +29,7 @@ from services.speculation.messages import (
     Verify,
 )
 from services.speculation.walk import walk
+from services.targets.features import to_numpy
 from services.targets.ragged import SessionRows
 from services.targets.target import Target
 from services.verifier.kv import KVBudget
@@ -39,7 +40,6 @@ from services.verifier.sessions import (
     check_truncate,
     check_verify,
     open_session,
-    to_numpy,
 )
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class VerifierHost(Actor[FromClient | Closed]):
     ) -> None:
         super().__init__("verifier")
         self.info = target.info
-        self.budget = KVBudget(kv_bytes, target.kv_bytes_per_row)
+        self.budget = KVBudget(kv_bytes, target.kv_bytes_per_row, target.kv_capacity)
         self.sessions: dict[str, VerifierSession] = {}
         self.batches = 0
         self.batched_rows = 0

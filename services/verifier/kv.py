@@ -1,7 +1,8 @@
 """KV leases under a byte budget."""
 
+from collections.abc import Callable
+
 from services.speculation.errors import AerieError, Reason
-from services.targets.kv_rows import STEP
 
 
 class KVBudget:
@@ -10,11 +11,13 @@ class KVBudget:
     Args:
         limit: Bytes in all; None is unlimited.
         bytes_per_row: Keys and values of one position over all layers.
+        capacity: Rows needed -> rows that a cache allocates.
     """
 
-    def __init__(self, limit: int | None, bytes_per_row: int) -> None:
+    def __init__(self, limit: int | None, bytes_per_row: int, capacity: Callable[[int], int]) -> None:
         self.limit = limit
         self.bytes_per_row = bytes_per_row
+        self._capacity = capacity
         self.leased = 0
 
     def lease(self, rows: int) -> int:
@@ -23,7 +26,7 @@ class KVBudget:
         Raises:
             AerieError: RESOURCE_EXHAUSTED when the budget does not allow it.
         """
-        size = -(-rows // STEP) * STEP * self.bytes_per_row
+        size = self._capacity(rows) * self.bytes_per_row
         if self.limit is not None and self.leased + size > self.limit:
             raise AerieError(
                 Reason.RESOURCE_EXHAUSTED,

@@ -3,11 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from services.speculation import warpers
 from services.speculation.errors import AerieError, Reason
@@ -196,10 +193,3 @@ def check_truncate(session: VerifierSession, cut: Truncate) -> None:
         raise AerieError(Reason.STALE_ROUND, f"session {cut.session} lives with epoch {epoch}")
     if not session.prefilled or not session.request.prompt_len < cut.length <= committed:
         raise AerieError(Reason.INVALID_ARGUMENT, f"cannot truncate {committed} tokens to {cut.length}")
-
-
-def to_numpy(rows: mx.array) -> NDArray[Any]:
-    """An evaluated feature array as it travels: NumPy, bfloat16 as uint16 bytes."""
-    if rows.dtype == mx.bfloat16:
-        return np.array(rows.view(mx.uint16))
-    return np.array(rows)

@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.drafter.family import DraftSession
 from services.drafter.growth import grow
+from services.drafter.session import DraftSession
 from services.speculation.growth import Budget, grow_exact
 from services.targets.kv_rows import KVRows
 from tests.speculation.slow_growth import all_paths, assert_is_tree_of, best_paths, random_table, score, tied_table

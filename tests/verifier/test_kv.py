@@ -2,7 +2,7 @@ import pytest
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.trees import DraftTree
-from services.targets.kv_rows import STEP
+from services.targets.kv_rows import STEP, round_to_steps
 from services.verifier.kv import KVBudget
 from tests.plain import decode
 from tests.verifier.client import Client, hosting, run
@@ -14,7 +14,7 @@ ROW = 3 * 2 * 2 * 8 * 4
 
 
 def test_leases_are_whole_steps():
-    budget = KVBudget(None, 10)
+    budget = KVBudget(None, 10, round_to_steps)
     assert budget.lease(1) == STEP * 10
     assert budget.lease(STEP) == STEP * 10
     assert budget.lease(STEP + 1) == 2 * STEP * 10
@@ -22,7 +22,7 @@ def test_leases_are_whole_steps():
 
 
 def test_budget_is_used_to_the_last_byte_and_not_beyond():
-    budget = KVBudget(3 * STEP, 1)
+    budget = KVBudget(3 * STEP, 1, round_to_steps)
     first = budget.lease(2 * STEP)
     budget.lease(STEP)
     with pytest.raises(AerieError, match=f"needs {STEP} bytes of KV cache; 0 of {3 * STEP} are free") as caught:

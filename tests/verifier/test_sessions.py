@@ -2,14 +2,12 @@
 
 import asyncio
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from services.speculation.errors import Reason
 from services.speculation.trees import DraftTree
 from services.speculation.warpers import Sampler
-from services.verifier.sessions import to_numpy
 from tests.plain import decode
 from tests.tiny import VOCAB_SIZE
 from tests.verifier.client import Client, chain, hosting, run
@@ -270,10 +268,3 @@ def test_bad_cut_is_refused_and_changes_nothing(tiny: Tiny):
             assert await client.play_to(expected[1:], np.random.default_rng(5)) == expected[1:]
 
     run(play())
-
-
-def test_bfloat16_travels_as_its_bits():
-    values = [1.0, -2.5, 3.140625, 65280.0]
-    bits = (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    np.testing.assert_array_equal(to_numpy(mx.array(values, mx.bfloat16)), bits)
-    np.testing.assert_array_equal(to_numpy(mx.array(values)), np.array(values, np.float32))

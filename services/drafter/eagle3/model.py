@@ -4,30 +4,25 @@ Row i reads (target features at position i, embedding of the token at i + 1), si
 the token at i + 2. Tree rows recycle their parent's output in place of target features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.rope_utils import initialize_rope
-from numpy.typing import NDArray
 
 from kernels.top_k import top_log_probs
-from kernels.tree_attention import tree_attention
 from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.eagle3.weights import Eagle3Checkpoint
-from services.drafter.family import DraftSession, Frontier
+from services.drafter.family import Frontier, TreeSession
+from services.drafter.session import WINDOW, DraftSession, Rows
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import DrafterInfo, Features
-from services.speculation.trees import BoolArray, IntArray
+from services.speculation.trees import IntArray
 from services.targets import cpu, seams
-from services.targets.kv_rows import KVRows
+from services.targets.features import to_mlx
+from services.targets.kv_rows import KVRows, round_to_doubles
 
-SINK_ROWS = 4
-"""First positions, kept whatever the window: their massive activations serve attention as a sink."""
-WINDOW = 2048
-_DROP_STEP = 256
 _CHUNK = 512
 
 
@@ -47,7 +42,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self._rope = rope
 
-    def __call__(self, x: mx.array, rows: "Rows", layer: int) -> mx.array:
+    def __call__(self, x: mx.array, rows: Rows, layer: int) -> mx.array:
         """[n, fan_in] -> [n, H]; writes the rows' keys and values."""
         n = x.shape[0]
         queries, keys, values = (
@@ -62,24 +57,8 @@ class Attention(nn.Module):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys, values = (t.transpose(0, 2, 1, 3) for t in (queries, keys, values))
         queries, keys = self._rope(queries, offset=rows.positions), self._rope(keys, offset=rows.positions)
-        rows.kv.write(layer, keys, values, rows.scratch)
-        keys, values = rows.kv.read(layer, rows.kv.length + rows.scratch + n)
-        out = tree_attention(queries, keys, values, rows.mask, self.scale)
+        out = rows.attend(layer, queries, keys, values, self.scale)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(n, -1))
-
-
-class Rows:
-    """New rows of one session: where they sit and what they see.
-
-    Args:
-        kv: The session's cache.
-        positions: int (consecutive rows) or [n].
-        mask: For ``tree_attention``: None, "causal", or bool [n, cached + scratch + n].
-        scratch: Tree rows already in the cache.
-    """
-
-    def __init__(self, kv: KVRows, positions: int | mx.array, mask: mx.array | str | None, scratch: int) -> None:
-        self.kv, self.positions, self.mask, self.scratch = kv, positions, mask, scratch
 
 
 class MLP(nn.Module):
@@ -211,10 +190,23 @@ class Eagle3Drafter:
         self.info = DrafterInfo(name, "eagle3", spec.taps, checkpoint.target_fingerprint, checkpoint.parameters)
 
     def new_session(self) -> DraftSession:
-        return DraftSession(KVRows(self._spec.layers))
+        return DraftSession(KVRows(self._spec.layers, round_to_doubles), self._window)
 
     def observe(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
         """Append true rows: tokens [n] at positions base + 1 .., features of positions base ..
+
+        Raises:
+            AerieError: As ``check_features``.
+        """
+        self.check_features(session, tokens, features)
+        for start in range(0, len(tokens), _CHUNK):
+            stop = min(start + _CHUNK, len(tokens))
+            taps = [to_mlx(features.rows[tap][start:stop]) for tap in self.info.taps]
+            states = self.read(mx.array(tokens[start:stop]), taps, session.true_rows(stop - start))
+            session.keep(stop - start, mx.contiguous(states[-1:]))
+
+    def check_features(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
+        """Refuse rows that do not follow the observed ones, or are of other taps.
 
         Raises:
             AerieError: FEATURE_GAP when ``features.base`` is not the next position; INVALID_ARGUMENT when the
@@ -225,30 +217,14 @@ class Eagle3Drafter:
         shape = (len(tokens), self._spec.target_hidden_size)
         if set(features.rows) != set(self.info.taps) or any(rows.shape != shape for rows in features.rows.values()):
             raise AerieError(Reason.INVALID_ARGUMENT, "features do not match the drafter's taps or the tokens")
-        for start in range(0, len(tokens), _CHUNK):
-            stop = min(start + _CHUNK, len(tokens))
-            taps = [_to_mlx(features.rows[tap][start:stop], self._dtype) for tap in self.info.taps]
-            self._observe_rows(session, tokens[start:stop], self._network.fuse(taps))
 
-    def _observe_rows(self, session: DraftSession, tokens: IntArray, hidden: mx.array) -> None:
-        n = len(tokens)
-        positions = np.arange(session.length, session.length + n, dtype=np.int32)
-        rows = Rows(session.kv, session.length, self._mask(session, positions, None), 0)
-        out = self._network(self._embed(mx.array(tokens)), hidden, rows)
-        session.kv.commit(range(n))
-        session.kept = np.concatenate([session.kept, positions])
-        session.length += n
-        session.last = mx.contiguous(self._recycle(out[-1:]))
-        mx.async_eval(session.last, session.kv.arrays())
-        self._slide(session)
+    def read(self, tokens: mx.array, taps: Sequence[mx.array], rows: Rows) -> mx.array:
+        """See ``family.TraceableDraftModel``."""
+        fused = self._network.fuse([tap.astype(self._dtype) for tap in taps])
+        return self._recycle(self._network(self._embed(tokens), fused, rows))
 
-    def expand(self, session: DraftSession, frontier: Frontier) -> mx.array:
-        width = frontier.tokens.shape[0]
-        # A row sits one position before its token; a node at depth d holds the token at position length + d.
-        position = session.length + frontier.depth - 1
-        own = np.full(width, position, np.int32)
-        mask = self._mask(session, own, frontier.ancestors)
-        rows = Rows(session.kv, mx.array(own), mask, frontier.scratch)
+    def expand(self, session: TreeSession, frontier: Frontier) -> mx.array:
+        rows = session.tree_rows(frontier.depth, frontier.ancestors, frontier.scratch)
         return self._recycle(self._network(self._embed(frontier.tokens), frontier.hidden, rows))
 
     def top_children(self, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
@@ -264,37 +240,6 @@ class Eagle3Drafter:
 
     def _recycle(self, out: mx.array) -> mx.array:
         return self._network.norm(out) if self._spec.recycle_post_norm else out
-
-    def _mask(self, session: DraftSession, positions: IntArray, ancestors: mx.array | None) -> mx.array | str | None:
-        """Rows see j <= i with j < SINK_ROWS or j > i - window; tree rows see their ancestors too."""
-        slides = positions[-1] >= self._window
-        visible = _sees(positions, session.kept, self._window) if slides else None
-        if ancestors is None:
-            if visible is None:
-                return None if len(positions) == 1 else "causal"
-            return mx.array(np.concatenate([visible, _sees(positions, positions, self._window)], axis=1))
-        prefix = mx.ones((len(positions), len(session.kept)), mx.bool_) if visible is None else mx.array(visible)
-        return mx.concatenate([prefix, ancestors], axis=1)
-
-    def _slide(self, session: DraftSession) -> None:
-        """Free rows that no later row can see, some at a time."""
-        oldest = session.length - self._window
-        gone = int(np.searchsorted(session.kept, oldest)) - SINK_ROWS
-        if gone >= _DROP_STEP:
-            session.kv.drop(SINK_ROWS, SINK_ROWS + gone)
-            session.kept = np.delete(session.kept, np.s_[SINK_ROWS : SINK_ROWS + gone])
-
-
-def _sees(queries: IntArray, keys: IntArray, window: int) -> BoolArray:
-    back = queries[:, None] - keys[None]
-    sees: BoolArray = (back >= 0) & ((keys[None] < SINK_ROWS) | (back < window))
-    return sees
-
-
-def _to_mlx(rows: NDArray[Any], dtype: mx.Dtype) -> mx.array:
-    """Features as they travel: float32, or bfloat16 as uint16 bytes."""
-    array = mx.array(np.ascontiguousarray(rows))
-    return (array.view(mx.bfloat16) if rows.dtype == np.uint16 else array).astype(dtype)
 
 
 def _fetch(shared: Callable[[str], mx.array], name: str, spec: Eagle3Spec) -> mx.array:

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.drafter.eagle3.model import Eagle3Drafter, Rows
+from services.drafter.eagle3.model import Eagle3Drafter
 from services.drafter.eagle3.weights import read_checkpoint
 from services.drafter.family import Frontier
 from services.drafter.loader import load_drafter, shipped_checkpoint
+from services.drafter.session import CachedRows
 from services.speculation.messages import Features
 from services.targets.kv_rows import KVRows
 from services.targets.loader import load_target
@@ -123,13 +124,13 @@ def test_all_chains_equal_the_golden_run(shipped: tuple[Eagle3Drafter, set[int],
         rows, kv = list(range(len(start))), KVRows(1)
         taps = [mx.array(doc.rows[tap]) for tap in TAPS]
         embedded = drafter._embed(mx.array(doc.following))
-        out = drafter._network(embedded, drafter._network.fuse(taps), Rows(kv, 0, "causal", 0))
+        out = drafter._network(embedded, drafter._network.fuse(taps), CachedRows(kv, 0, "causal", 0))
         kv.commit(range(length))
         hidden, mask = out[mx.array(start)], np.arange(length)[None] <= start[:, None]
         for step in range(STEPS):
             if step:
                 mask = np.concatenate([mask, np.eye(len(start), dtype=np.bool_)], axis=1)
-                own = Rows(kv, mx.array(start + step), mx.array(mask), len(start) * (step - 1))
+                own = CachedRows(kv, mx.array(start + step), mx.array(mask), len(start) * (step - 1))
                 embedded = drafter._embed(mx.array(doc.golden["draft_ids"][:, step - 1]))
                 hidden = drafter._network(embedded, hidden, own)
             tally.compare(drafter, doc, rows, step, hidden)

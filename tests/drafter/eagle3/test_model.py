@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from services.drafter.eagle3 import model as model_module
+from services.drafter import session as session_module
 from services.drafter.eagle3.model import Eagle3Drafter
-from services.drafter.family import DraftSession, Frontier
+from services.drafter.family import Frontier
+from services.drafter.session import WINDOW, DraftSession
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import Features
 from services.speculation.trees import node_depths, path_to
@@ -67,9 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(
-    tmp_path: Path, design: Design, window: int = model_module.WINDOW
-) -> tuple[Eagle3Drafter, Reference, Weights]:
+def build(tmp_path: Path, design: Design, window: int = WINDOW) -> tuple[Eagle3Drafter, Reference, Weights]:
     weights = draw_weights(design)
     folder = checkpoints.write(tmp_path / "drafter", checkpoints.specforge(design), checkpoints.tensors_of(weights))
     return checkpoints.load(folder, design, weights, window=window), Reference(design, weights), weights
@@ -281,7 +280,7 @@ def test_refuses_gaps_and_other_taps(tmp_path: Path) -> None:
 def test_window_and_sink_equal_reference(
     window: int, chunks: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "_DROP_STEP", 4)
+    monkeypatch.setattr(session_module, "_DROP_STEP", 4)
     design = replace(PLAIN, window=window)
     drafter, reference, _ = build(tmp_path, design, window)
     features, tokens = checkpoints.random_rows(design, 40)

@@ -1,0 +1,144 @@
+"""One forward over fixed shapes, compiled whole: on GPUs, launching a small forward costs more than running it.
+
+Row counts are padded to a few sizes and keys to the cache's capacity, so shapes repeat and neither ``mx.compile``
+nor cuDNN (a plan for each key length) builds anything new in most rounds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from kernels.tree_attention import tree_attention
+from services.speculation.messages import Tap
+from services.speculation.trees import ancestor_mask, node_depths
+from services.targets.kv_rows import KVRows
+from services.targets.ragged import SessionRows, WindowMask
+from services.targets.seams import Recorder
+
+ROW_COUNTS = (16, 64)
+"""Trees are padded to the next of these."""
+
+
+class CompiledForward:
+    """Runs the tree of one session. Use on the device thread only.
+
+    Args:
+        model: With its seams installed.
+        recorder: From ``seams.install``.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._functions: dict[frozenset[Tap], Callable[..., Any]] = {}
+
+    def takes(self, rows: SessionRows) -> bool:
+        """A tree of more than a node and not too many, over a cache that has been written."""
+        return rows.logits == "all" and 1 < len(rows.tokens) <= ROW_COUNTS[-1] and bool(rows.kv.arrays())
+
+    def __call__(self, rows: SessionRows, taps: frozenset[Tap]) -> tuple[mx.array, dict[Tap, mx.array]]:
+        """Logits [n, V] and the wanted taps [n, hidden]; keys and values become scratch rows."""
+        count = len(rows.tokens)
+        width = next(size for size in ROW_COUNTS if size >= count)
+        rows.kv.reserve(width)
+        # A padded row sees the prefix and itself, so its attention is finite; nobody reads it.
+        tokens = np.full(width, rows.tokens[0])
+        tokens[:count] = rows.tokens
+        positions = np.full(width, rows.kv.length)
+        positions[:count] += node_depths(rows.parents)
+        ancestors = np.eye(width, dtype=np.bool_)
+        ancestors[:count, :count] = ancestor_mask(rows.parents)
+        if taps not in self._functions:
+            self._functions[taps] = mx.compile(self._function(taps, rows.kv))
+        inputs = (np.array(a, t) for a, t in ((tokens, np.int32), (positions, np.int32), (ancestors, np.bool_)))
+        logits, recorded, arrays = self._functions[taps](
+            *map(mx.array, inputs), mx.array([rows.kv.length]), rows.kv.arrays()
+        )
+        rows.kv.fill(arrays)
+        return logits[:count], {tap: value[:count] for tap, value in recorded.items()}
+
+    def _function(self, taps: frozenset[Tap], like: KVRows) -> Callable[..., Any]:
+        layers = len(like.keys)
+        owners = [layer for layer in range(layers) if like.keys[layer] is not None]
+
+        def forward(
+            tokens: mx.array, positions: mx.array, ancestors: mx.array, length: mx.array, arrays: list[mx.array]
+        ) -> tuple[mx.array, dict[Tap, mx.array], list[mx.array]]:
+            keys = dict(zip(owners, arrays[: len(owners)], strict=True))
+            values = dict(zip(owners, arrays[len(owners) :], strict=True))
+            rows = FixedRows(positions, ancestors, length, keys, values)
+            self._recorder.begin(taps, None)
+            try:
+                logits = self._model(tokens[None], cache=[FixedLayerCache(rows, i) for i in range(layers)])[0]
+                recorded = self._recorder.taps
+            finally:
+                self._recorder.begin(frozenset(), None)
+            return logits, recorded, [*rows.keys.values(), *rows.values.values()]
+
+        return forward
+
+
+class FixedRows:
+    """Positions, masks and storage of one session's rows, in arrays whose shapes do not follow its length.
+
+    Args:
+        positions: [n] absolute position of each new row.
+        ancestors: [n, n] bool, ``ancestors[i, j]`` when row j is row i or an ancestor.
+        length: [1] committed rows: the new ones are stored after them.
+        keys, values: By layer, [1, kv_heads, capacity, d]; replaced as layers write.
+    """
+
+    def __init__(
+        self,
+        positions: mx.array,
+        ancestors: mx.array,
+        length: mx.array,
+        keys: dict[int, mx.array],
+        values: dict[int, mx.array],
+    ) -> None:
+        self.positions, self.length, self.keys, self.values = positions, length, keys, values
+        slots = mx.arange(next(iter(keys.values())).shape[2])
+        self._visible = mx.slice_update(
+            mx.broadcast_to(slots < length, (len(positions), len(slots))), ancestors, length, (1,)
+        )
+        self._slot_positions = mx.slice_update(slots, positions, length, (0,))
+        self._masks: dict[tuple[int | None, mx.Dtype], mx.array] = {}
+
+    def mask(self, window: int | None, dtype: mx.Dtype) -> mx.array:
+        """What is added to the scores [n, capacity]: an additive mask is built once, a boolean one in every layer."""
+        if (window, dtype) not in self._masks:
+            visible = self._visible
+            if window is not None:
+                visible = visible & (self.positions[:, None] - self._slot_positions < window)
+            self._masks[window, dtype] = mx.where(visible, mx.array(0, dtype), mx.array(-mx.inf, dtype))
+        return self._masks[window, dtype]
+
+
+class FixedLayerCache:
+    """One layer's cache, with the methods that mlx-lm's models call."""
+
+    def __init__(self, rows: FixedRows, layer: int) -> None:
+        self._rows = rows
+        self._layer = layer
+
+    @property
+    def offset(self) -> mx.array:
+        return self._rows.positions
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> WindowMask:
+        return WindowMask(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store the new rows. What is returned goes to ``attend`` unread."""
+        for arrays, rows in ((self._rows.keys, keys), (self._rows.values, values)):
+            arrays[self._layer] = mx.slice_update(arrays[self._layer], rows, self._rows.length, (2,))
+        return keys, values
+
+    def attend(self, queries: mx.array, scale: float, mask: WindowMask, sinks: mx.array | None = None) -> mx.array:
+        """[1, heads, n, d] -> [1, heads, n, d]."""
+        rows = self._rows
+        added = rows.mask(mask.window, queries.dtype)
+        return tree_attention(queries, rows.keys[self._layer], rows.values[self._layer], added, scale, sinks)
