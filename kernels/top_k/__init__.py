@@ -2,7 +2,8 @@
 
 import mlx.core as mx
 
-from kernels.top_k import cpu, reference
+from kernels._cuda import on_cuda
+from kernels.top_k import cpu, cuda, reference
 
 
 def top_log_probs(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
@@ -15,5 +16,6 @@ def top_log_probs(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
     Returns:
         Values [rows, k] float32 and ids [rows, k] int32. Lazy on GPUs; computed at once on the CPU.
     """
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    return (cpu if on_cpu else reference).top_log_probs(logits, k)
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return cpu.top_log_probs(logits, k)
+    return (cuda if on_cuda() and k <= cuda.MOST else reference).top_log_probs(logits, k)

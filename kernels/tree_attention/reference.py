@@ -60,3 +60,18 @@ def tree_attention(
         [1, heads, n, d].
     """
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def prefix_tree_attention(
+    queries: mx.array,
+    prefix: tuple[mx.array, mx.array],
+    new: tuple[mx.array, mx.array],
+    visible: mx.array,
+    ancestors: mx.array,
+    scale: float,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """See ``kernels.tree_attention.prefix_tree_attention``."""
+    keys, values = (mx.concatenate([old, own], axis=2) for old, own in zip(prefix, new, strict=True))
+    mask = mx.concatenate([visible, ancestors], axis=1)
+    return tree_attention(queries, keys, values, mask, scale, sinks)

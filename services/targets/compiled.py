@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kernels.tree_attention import tree_attention
+from kernels.tree_attention import prefix_tree_attention
 from services.speculation.messages import Tap
 from services.speculation.trees import ancestor_mask, node_depths
 from services.targets.kv_rows import KVRows
@@ -43,21 +43,18 @@ class CompiledForward:
         """Logits [n, V] and the wanted taps [n, hidden]; keys and values become scratch rows."""
         count = len(rows.tokens)
         width = next(size for size in ROW_COUNTS if size >= count)
-        rows.kv.reserve(width)
         # A padded row sees the prefix and itself, so its attention is finite; nobody reads it.
-        tokens = np.full(width, rows.tokens[0])
+        tokens = np.full(width, rows.tokens[0], np.int32)
         tokens[:count] = rows.tokens
-        positions = np.full(width, rows.kv.length)
+        positions = np.full(width, rows.kv.length, np.int32)
         positions[:count] += node_depths(rows.parents)
         ancestors = np.eye(width, dtype=np.bool_)
         ancestors[:count, :count] = ancestor_mask(rows.parents)
         if taps not in self._functions:
             self._functions[taps] = mx.compile(self._function(taps, rows.kv))
-        inputs = (np.array(a, t) for a, t in ((tokens, np.int32), (positions, np.int32), (ancestors, np.bool_)))
-        logits, recorded, arrays = self._functions[taps](
-            *map(mx.array, inputs), mx.array([rows.kv.length]), rows.kv.arrays()
-        )
-        rows.kv.fill(arrays)
+        inputs = (mx.array(tokens), mx.array(positions), mx.array(ancestors), mx.array([rows.kv.length]))
+        logits, recorded, scratch = self._functions[taps](*inputs, rows.kv.arrays())
+        rows.kv.hold(scratch)
         return logits[:count], {tap: value[:count] for tap, value in recorded.items()}
 
     def _function(self, taps: frozenset[Tap], like: KVRows) -> Callable[..., Any]:
@@ -67,16 +64,15 @@ class CompiledForward:
         def forward(
             tokens: mx.array, positions: mx.array, ancestors: mx.array, length: mx.array, arrays: list[mx.array]
         ) -> tuple[mx.array, dict[Tap, mx.array], list[mx.array]]:
-            keys = dict(zip(owners, arrays[: len(owners)], strict=True))
-            values = dict(zip(owners, arrays[len(owners) :], strict=True))
-            rows = FixedRows(positions, ancestors, length, keys, values)
+            prefixes = dict(zip(owners, zip(arrays[: len(owners)], arrays[len(owners) :], strict=True), strict=True))
+            rows = FixedRows(positions, ancestors, length, prefixes)
             self._recorder.begin(taps, None)
             try:
                 logits = self._model(tokens[None], cache=[FixedLayerCache(rows, i) for i in range(layers)])[0]
                 recorded = self._recorder.taps
             finally:
                 self._recorder.begin(frozenset(), None)
-            return logits, recorded, [*rows.keys.values(), *rows.values.values()]
+            return logits, recorded, [rows.new[layer][part] for part in (0, 1) for layer in owners]
 
         return forward
 
@@ -87,8 +83,11 @@ class FixedRows:
     Args:
         positions: [n] absolute position of each new row.
         ancestors: [n, n] bool, ``ancestors[i, j]`` when row j is row i or an ancestor.
-        length: [1] committed rows: the new ones are stored after them.
-        keys, values: By layer, [1, kv_heads, capacity, d]; replaced as layers write.
+        length: [1] committed rows.
+        prefixes: By layer, keys and values [1, kv_heads, capacity, d].
+
+    Attributes:
+        new: By layer, keys and values [1, kv_heads, n, d] of the new rows.
     """
 
     def __init__(
@@ -96,25 +95,25 @@ class FixedRows:
         positions: mx.array,
         ancestors: mx.array,
         length: mx.array,
-        keys: dict[int, mx.array],
-        values: dict[int, mx.array],
+        prefixes: dict[int, tuple[mx.array, mx.array]],
     ) -> None:
-        self.positions, self.length, self.keys, self.values = positions, length, keys, values
-        slots = mx.arange(next(iter(keys.values())).shape[2])
-        self._visible = mx.slice_update(
-            mx.broadcast_to(slots < length, (len(positions), len(slots))), ancestors, length, (1,)
-        )
-        self._slot_positions = mx.slice_update(slots, positions, length, (0,))
-        self._masks: dict[tuple[int | None, mx.Dtype], mx.array] = {}
+        self.positions, self.length, self.prefixes = positions, length, prefixes
+        self.new: dict[int, tuple[mx.array, mx.array]] = {}
+        self._ancestors = ancestors
+        self._masks: dict[int | None, tuple[mx.array, mx.array]] = {}
 
-    def mask(self, window: int | None, dtype: mx.Dtype) -> mx.array:
-        """What is added to the scores [n, capacity]: an additive mask is built once, a boolean one in every layer."""
-        if (window, dtype) not in self._masks:
-            visible = self._visible
+    def masks(self, window: int | None) -> tuple[mx.array, mx.array]:
+        """Which cached rows [n, capacity] and which new rows [n, n] each new row sees, built once a window."""
+        if window not in self._masks:
+            capacity = next(iter(self.prefixes.values()))[0].shape[2]
+            slots = mx.arange(capacity)
+            visible = mx.broadcast_to(slots < self.length, (len(self.positions), capacity))
+            ancestors = self._ancestors
             if window is not None:
-                visible = visible & (self.positions[:, None] - self._slot_positions < window)
-            self._masks[window, dtype] = mx.where(visible, mx.array(0, dtype), mx.array(-mx.inf, dtype))
-        return self._masks[window, dtype]
+                visible = visible & (self.positions[:, None] - slots < window)
+                ancestors = ancestors & (self.positions[:, None] - self.positions < window)
+            self._masks[window] = visible, ancestors
+        return self._masks[window]
 
 
 class FixedLayerCache:
@@ -132,13 +131,13 @@ class FixedLayerCache:
         return WindowMask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store the new rows. What is returned goes to ``attend`` unread."""
-        for arrays, rows in ((self._rows.keys, keys), (self._rows.values, values)):
-            arrays[self._layer] = mx.slice_update(arrays[self._layer], rows, self._rows.length, (2,))
+        """Note the new rows. What is returned goes to ``attend`` unread."""
+        self._rows.new[self._layer] = keys, values
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, mask: WindowMask, sinks: mx.array | None = None) -> mx.array:
         """[1, heads, n, d] -> [1, heads, n, d]."""
         rows = self._rows
-        added = rows.mask(mask.window, queries.dtype)
-        return tree_attention(queries, rows.keys[self._layer], rows.values[self._layer], added, scale, sinks)
+        visible, ancestors = rows.masks(mask.window)
+        prefix, new = rows.prefixes[self._layer], rows.new[self._layer]
+        return prefix_tree_attention(queries, prefix, new, visible, ancestors, rows.length, scale, sinks)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from kernels.commit import commit_rows
+
 STEP = 256
 """Rows are allocated in steps, as in mlx-lm."""
 _MOVE = 8
@@ -24,7 +26,8 @@ def round_to_doubles(rows: int) -> int:
 class KVRows:
     """Per layer, keys and values [1, kv_heads, capacity, d]; index j holds position j.
 
-    Rows at and after ``length`` are scratch: written by a forward, kept by ``commit``, else overwritten.
+    Rows at and after ``length`` are scratch: written by a forward, kept by ``commit``, else overwritten. A compiled
+    forward leaves them outside the cache (``hold``).
 
     Args:
         layers: Number of caches that the model asks for.
@@ -34,11 +37,13 @@ class KVRows:
     def __init__(self, layers: int, round_up: Callable[[int], int] = round_to_steps) -> None:
         self.length = 0
         self._round_up = round_up
+        self._held: Sequence[mx.array] | None = None
         self.keys: list[mx.array | None] = [None] * layers
         self.values: list[mx.array | None] = [None] * layers
 
     def write(self, layer: int, keys: mx.array, values: mx.array, scratch: int = 0) -> None:
         """Store rows [1, kv_heads, n, d] after the committed ones and ``scratch`` others."""
+        self._held = None
         start = self.length + scratch
         stop = start + keys.shape[2]
         for arrays, rows in ((self.keys, keys), (self.values, values)):
@@ -53,6 +58,10 @@ class KVRows:
         assert values is not None
         return keys[..., :stop, :], values[..., :stop, :]
 
+    def hold(self, scratch: Sequence[mx.array]) -> None:
+        """Take [1, kv_heads, n, d] for each of ``arrays()`` as the scratch rows, until they are committed."""
+        self._held = scratch
+
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` rows after the committed ones in every layer that has been written."""
         for arrays in (self.keys, self.values):
@@ -65,6 +74,15 @@ class KVRows:
 
         Rows that are in place already stay: a path that is a prefix of the node order moves nothing.
         """
+        if self._held is not None:
+            self.reserve(len(path))
+            padded = np.full(-(-len(path) // _MOVE) * _MOVE, -1, np.int32)
+            padded[: len(path)] = path
+            self.fill(_commit_rows(self.arrays(), self._held, mx.array(padded), mx.array([self.length])))
+            self._held = None
+            mx.async_eval(self.arrays())
+            self.length += len(path)
+            return
         in_place = next((i for i, node in enumerate(path) if node != i), len(path))
         if moved := path[in_place:]:
             capacity = min(array.shape[2] for array in self.arrays())
@@ -109,6 +127,9 @@ class KVRows:
         if array is not None:
             grown[..., : array.shape[2], :] = array
         return grown
+
+
+_commit_rows = mx.compile(commit_rows)
 
 
 @mx.compile

@@ -6,9 +6,11 @@ import time
 import uuid
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from services.runtime.actor import Actor
 from services.runtime.bus import MemoryBus
@@ -241,6 +243,7 @@ class VerifierHost(Actor[FromClient | Closed]):
         keep_logits = any(work.session.needs_logits and r.logits != "none" for work, r in zip(batch, rows, strict=True))
         mx.eval(*out.taps.values(), *([] if best is None else [best]), *([out.logits] if keep_logits else []))
         choices = np.zeros(0, np.int32) if best is None else np.array(best)
+        recorded = {tap: to_numpy(rows) for tap, rows in out.taps.items()}
         self.batches += 1
         self.batched_rows += sum(len(r.tokens) for r in rows)
 
@@ -252,7 +255,7 @@ class VerifierHost(Actor[FromClient | Closed]):
             if out.logits is not None and work.session.needs_logits and count:
                 logits = out.logits[first_logit : first_logit + count]
             judge = _Judge(work.session, choices[first_logit : first_logit + count], logits)
-            features = _features(work.session, out.taps, first_row, len(r.tokens))
+            features = _features(work.session, recorded, first_row, len(r.tokens))
             finish = _finish_verify if work.verify else self._finish_slice
             try:
                 deliveries += finish(work, judge, features, start)
@@ -359,6 +362,6 @@ def _rows_of(work: _Work) -> SessionRows:
     return SessionRows.chunk(session.kv, session.tokens[start:stop], "last" if stop == len(session.tokens) else "none")
 
 
-def _features(session: VerifierSession, taps: dict[Tap, mx.array], start: int, count: int) -> Features:
-    rows = {tap: to_numpy(taps[tap][start : start + count]) for tap in session.request.taps}
+def _features(session: VerifierSession, taps: dict[Tap, NDArray[Any]], start: int, count: int) -> Features:
+    rows = {tap: taps[tap][start : start + count].copy() for tap in session.request.taps}
     return Features(session.kv.length, rows)

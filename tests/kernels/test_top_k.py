@@ -2,9 +2,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels.top_k import cpu, reference, top_log_probs
+from kernels._cuda import on_cuda
+from kernels.top_k import cpu, cuda, reference, top_log_probs
 
 IMPLEMENTATIONS = {"cpu": cpu.top_log_probs, "reference": reference.top_log_probs, "dispatched": top_log_probs}
+if on_cuda():
+    IMPLEMENTATIONS["cuda"] = cuda.top_log_probs
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

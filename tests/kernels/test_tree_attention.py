@@ -2,7 +2,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels.tree_attention import TreeMask, tree_attention
+from kernels.tree_attention import TreeMask, prefix_tree_attention, tree_attention
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SCALE = DIM**-0.5
@@ -39,7 +39,7 @@ def slow_attention(queries, keys, values, allowed, sinks):
         k, v = keys[0, head // (HEADS // KV_HEADS)], values[0, head // (HEADS // KV_HEADS)]
         for row, query in enumerate(queries[0, head]):
             seen = np.flatnonzero(allowed[row])
-            scores = k[seen] @ query * SCALE
+            scores = k[seen] @ query * queries.shape[3] ** -0.5
             extra = [] if sinks is None else [sinks[head]]
             weights = np.exp(np.append(scores, extra) - max([*scores, *extra]))
             out[0, head, row] = (weights / weights.sum())[: len(seen)] @ v[seen]
@@ -94,3 +94,34 @@ def test_attention_matches_a_softmax_in_float64(parents, prefix, window, sinks):
     for chain in {False, parents != TREE}:
         got = tree_attention(q, k, v, tree_mask(parents, prefix, chain).array(window), SCALE, s)
         np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("dim", [DIM, 64, 128])
+@pytest.mark.parametrize(("parents", "prefix", "window"), CASES)
+def test_a_prefix_apart_matches_a_softmax_in_float64(parents, prefix, window, dim, dtype):
+    """The cache has room to spare; inputs are the transposed views that models make. CUDA has its own kernel."""
+    rng, rows, capacity = np.random.default_rng(prefix + dim), len(parents), 64
+    queries = rng.normal(0, 1, (1, rows, HEADS, dim))
+    new = rng.normal(0, 1, (2, 1, rows, KV_HEADS, dim))
+    cached = rng.normal(0, 1, (2, 1, KV_HEADS, capacity, dim))
+    q, *arrays = (mx.array(array.astype(np.float32)).astype(dtype) for array in (queries, *new, *cached))
+    q, k, v = (array.transpose(0, 2, 1, 3) for array in (q, arrays[0], arrays[1]))
+    rounded = [np.array(array.astype(mx.float32), np.float64) for array in (q, k, v, arrays[2], arrays[3])]
+    allowed, _ = sees(parents, prefix, window)
+    keys, values = (np.concatenate([rounded[i + 2][:, :, :prefix], rounded[i]], axis=2) for i in (1, 2))
+    expected = slow_attention(rounded[0], keys, values, allowed, None)
+    visible = np.zeros((rows, capacity), bool)
+    visible[:, :prefix] = allowed[:, :prefix]
+    got = prefix_tree_attention(
+        q,
+        (arrays[2], arrays[3]),
+        (k, v),
+        mx.array(visible),
+        mx.array(allowed[:, prefix:]),
+        mx.array([prefix]),
+        dim**-0.5,
+    )
+    assert (got.shape, got.dtype) == (q.shape, dtype)
+    tolerance = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
+    np.testing.assert_allclose(np.array(got.astype(mx.float32)), expected, atol=tolerance * np.abs(expected).max())

@@ -1,0 +1,24 @@
+"""Commit: the rows of an accepted path join the cache, for all layers in one call."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from kernels._cuda import on_cuda
+from kernels.commit import cuda, reference
+
+
+def commit_rows(
+    caches: Sequence[mx.array], rows: Sequence[mx.array], path: mx.array, length: mx.array
+) -> list[mx.array]:
+    """Copies of the caches with new rows in place; lazy.
+
+    Args:
+        caches: [1, kv_heads, capacity, d] each: all keys, then all values.
+        rows: [1, kv_heads, n, d] each, the new rows of the same layers.
+        path: [p] int32, indices of the rows to keep in order; -1 after the last.
+        length: [1] int32, the slot of the first kept row; ``length + p <= capacity``.
+    """
+    half = len(caches) // 2
+    alike = all(keys.shape == values.shape for keys, values in zip(caches[:half], caches[half:], strict=True))
+    return (cuda if on_cuda() and alike else reference).commit_rows(caches, rows, path, length)
