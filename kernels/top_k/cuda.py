@@ -5,75 +5,79 @@ import mlx.core as mx
 from kernels._cuda import build_cuda_kernel
 
 MOST = 32
-"""Each of k passes reads the row again: beyond this a sort is quicker."""
-_THREADS = 256
+"""Each of k passes looks at the whole row: beyond this a sort is quicker."""
+_THREADS = 1024
+_HELD = 32
 
 # One block a row. Each of K passes finds the best entry after the last winner in the order (value descending, id
-# ascending), so nothing has to be marked as taken. The first pass finds the maximum for the log-sum-exp.
+# ascending), so nothing has to be marked as taken. A thread holds PER entries; longer rows are read again each pass.
 _SOURCE = """
-  const int row = blockIdx.x;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const auto* values = logits + row * logits_strides[0];
-  const auto stride = logits_strides[1];
-  const int width = logits_shape[1];
+  const float lowest = __int_as_float(0xff800000);  // minus infinity
+  const int row = blockIdx.x, width = logits_shape[1];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __shared__ float warp_value[32];
   __shared__ int warp_id[32];
-  __shared__ float last_value;
-  __shared__ int last_id;
 
-  float top = 0.0f, log_total = 0.0f;
+  auto read = [&](int id) {
+    float value = id < width ? static_cast<float>(logits[row * logits_strides[0] + id * logits_strides[1]]) : lowest;
+    return isnan(value) ? lowest : value;
+  };
+  float held[PER > 0 ? PER : 1];
+  for (int i = 0; i < PER; ++i) held[i] = read(threadIdx.x + i * blockDim.x);
+  const int entries = (width + blockDim.x - 1) / blockDim.x;
+
+  float last_value = 0.0f, top = 0.0f, log_total = 0.0f;
+  int last_id = -1;
   for (int pass = 0; pass < K; ++pass) {
-    float best = 0.0f;
+    float best = lowest;
     int best_id = width;  // none yet
-    for (int id = threadIdx.x; id < width; id += blockDim.x) {
-      float value = static_cast<float>(values[id * stride]);
-      value = isnan(value) ? -inf : value;
+    auto look = [&](float value, int id) {
       bool open = pass == 0 || value < last_value || (value == last_value && id > last_id);
-      if (open && (best_id == width || value > best)) {
+      if (id < width && open && (best_id == width || value > best)) {
         best = value;
         best_id = id;
       }
+    };
+    if constexpr (PER > 0) {
+      for (int i = 0; i < PER; ++i) look(held[i], threadIdx.x + i * blockDim.x);
+    } else {
+      for (int i = 0; i < entries; ++i) look(read(threadIdx.x + i * blockDim.x), threadIdx.x + i * blockDim.x);
     }
-    for (int offset = 16; offset; offset /= 2) {
-      float value = __shfl_xor_sync(0xffffffffu, best, offset);
-      int id = __shfl_xor_sync(0xffffffffu, best_id, offset);
-      if (id != width && (best_id == width || value > best || (value == best && id < best_id))) {
-        best = value;
-        best_id = id;
-      }
-    }
-    if (lane == 0) {
-      warp_value[warp] = best;
-      warp_id[warp] = best_id;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int other = 1; other < warps; ++other) {
-        float value = warp_value[other];
-        int id = warp_id[other];
+    auto reduce = [&]() {
+      for (int offset = 16; offset; offset /= 2) {
+        float value = __shfl_xor_sync(0xffffffffu, best, offset);
+        int id = __shfl_xor_sync(0xffffffffu, best_id, offset);
         if (id != width && (best_id == width || value > best || (value == best && id < best_id))) {
           best = value;
           best_id = id;
         }
       }
-      last_value = best;
-      last_id = best_id;
+    };
+    reduce();
+    if (lane == 0) {
+      warp_value[warp] = best;
+      warp_id[warp] = best_id;
     }
+    __syncthreads();
+    best = warp_value[lane];  // 32 warps, 32 lanes: every warp finds the same winner
+    best_id = warp_id[lane];
+    reduce();
+    last_value = best;
+    last_id = best_id;
     __syncthreads();
     if (pass == 0) {
       top = last_value;
       float total = 0.0f;
-      for (int id = threadIdx.x; id < width; id += blockDim.x) {
-        float value = static_cast<float>(values[id * stride]);
-        total += isnan(value) ? 0.0f : expf(value - top);
+      if constexpr (PER > 0) {
+        for (int i = 0; i < PER; ++i) total += expf(held[i] - top);
+      } else {
+        for (int i = 0; i < entries; ++i) total += expf(read(threadIdx.x + i * blockDim.x) - top);
       }
-      for (int offset = 16; offset; offset /= 2) {
-        total += __shfl_xor_sync(0xffffffffu, total, offset);
-      }
+      for (int offset = 16; offset; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
       if (lane == 0) warp_value[warp] = total;
       __syncthreads();
-      total = 0.0f;
-      for (int other = 0; other < warps; ++other) total += warp_value[other];
+      total = warp_value[lane];
+      for (int offset = 16; offset; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
       log_total = logf(total);
       __syncthreads();
     }
@@ -87,11 +91,12 @@ _SOURCE = """
 
 def top_log_probs(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """See ``kernels.top_k.top_log_probs``."""
-    rows = logits.shape[0]
+    rows, width = logits.shape
+    entries = -(-width // _THREADS)
     kernel = build_cuda_kernel("top_k", ("logits",), ("log_probs", "ids"), _SOURCE)
     log_probs, ids = kernel(
         inputs=[logits],
-        template=[("T", logits.dtype), ("K", k)],
+        template=[("T", logits.dtype), ("K", k), ("PER", entries if entries <= _HELD else 0)],
         grid=(rows * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(rows, k), (rows, k)],

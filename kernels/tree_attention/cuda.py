@@ -7,77 +7,79 @@ import mlx.core as mx
 
 from kernels._cuda import build_cuda_kernel
 
-_WARPS = 8
+_THREADS = 256
 
-# One block a (row, head): each warp takes every eighth key with an online softmax, and the warps merge at the end.
-# A lane holds D / 32 values of the query, of the key at hand and of the output.
+# One block a (row, head). Keys come in tiles of one a thread: each thread scores its own key, the block shares the
+# peak, and then threads stand for output dimensions and walk over the tile's values. The softmax is online over tiles.
 _SOURCE = """
+  const float lowest = __int_as_float(0xff800000);  // minus infinity
   const int row = blockIdx.x, head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int heads = queries_shape[1], rows = queries_shape[2];
+  const int heads = queries_shape[1], rows = queries_shape[2], prefix = length[0];
   const int kv_head = head / (heads / keys_shape[1]);
-  constexpr int PER_LANE = D / 32;
+  constexpr int WARPS = THREADS / 32, SLICES = THREADS / D, PIECE = 16 / sizeof(T);  // D divides THREADS
 
-  float query[PER_LANE], out[PER_LANE];
-  for (int i = 0; i < PER_LANE; ++i) {
-    int dim = lane + 32 * i;
-    query[i] = scale[0] * static_cast<float>(
+  __shared__ float query[D], weights[THREADS], warp_value[WARPS], slices[SLICES][D];
+  for (int dim = threadIdx.x; dim < D; dim += THREADS) {
+    query[dim] = scale[0] * static_cast<float>(
         queries[head * queries_strides[1] + row * queries_strides[2] + dim * queries_strides[3]]);
-    out[i] = 0.0f;
   }
-  float best = -inf, total = 0.0f;
-
-  auto attend = [&](const auto* key, auto key_stride, const auto* value, auto value_stride) {
-    float score = 0.0f;
-    for (int i = 0; i < PER_LANE; ++i) {
-      score += query[i] * static_cast<float>(key[(lane + 32 * i) * key_stride]);
-    }
-    for (int offset = 16; offset; offset /= 2) score += __shfl_xor_sync(0xffffffffu, score, offset);
-    float peak = fmaxf(best, score);
-    float keep = expf(best - peak), weight = expf(score - peak);
-    best = peak;
-    total = total * keep + weight;
-    for (int i = 0; i < PER_LANE; ++i) {
-      out[i] = out[i] * keep + weight * static_cast<float>(value[(lane + 32 * i) * value_stride]);
-    }
-  };
-
-  const int prefix = length[0];
-  for (int key = warp; key < prefix; key += WARPS) {
-    if (visible[row * visible_strides[0] + key * visible_strides[1]]) {
-      attend(
-          prefix_keys + kv_head * prefix_keys_strides[1] + key * prefix_keys_strides[2],
-          prefix_keys_strides[3],
-          prefix_values + kv_head * prefix_values_strides[1] + key * prefix_values_strides[2],
-          prefix_values_strides[3]);
-    }
-  }
-  for (int key = warp; key < rows; key += WARPS) {
-    if (ancestors[row * ancestors_strides[0] + key * ancestors_strides[1]]) {
-      attend(
-          keys + kv_head * keys_strides[1] + key * keys_strides[2],
-          keys_strides[3],
-          values + kv_head * values_strides[1] + key * values_strides[2],
-          values_strides[3]);
-    }
-  }
-
-  __shared__ float warp_best[WARPS], warp_total[WARPS], warp_out[WARPS][D];
-  if (lane == 0) {
-    warp_best[warp] = best;
-    warp_total[warp] = total;
-  }
-  for (int i = 0; i < PER_LANE; ++i) warp_out[warp][lane + 32 * i] = out[i];
   __syncthreads();
-  for (int dim = threadIdx.x; dim < D; dim += blockDim.x) {
-    float peak = -inf;
-    for (int other = 0; other < WARPS; ++other) peak = fmaxf(peak, warp_best[other]);
-    float sum = 0.0f, value = 0.0f;
-    for (int other = 0; other < WARPS; ++other) {
-      // A warp that saw no key has total 0; its weight must not be exp(-inf + inf).
-      float weight = warp_total[other] > 0.0f ? expf(warp_best[other] - peak) : 0.0f;
-      sum += weight * warp_total[other];
-      value += weight * warp_out[other][dim];
+
+  const int dim = threadIdx.x % D, slice = threadIdx.x / D;
+  float peak = lowest, total = 0.0f, out = 0.0f;
+  const int count = prefix + rows;
+  for (int start = 0; start < count; start += THREADS) {
+    const int key = start + threadIdx.x;
+    const int own = key - prefix;  // index among the new rows
+    float score = lowest;
+    bool seen = key < prefix ? visible[row * visible_strides[0] + key * visible_strides[1]]
+        : own < rows && ancestors[row * ancestors_strides[0] + own * ancestors_strides[1]];
+    if (seen) {
+      const T* at = own < 0 ? prefix_keys + kv_head * prefix_keys_strides[1] + key * prefix_keys_strides[2]
+                            : keys + kv_head * keys_strides[1] + own * keys_strides[2];
+      score = 0.0f;
+      for (int base = 0; base < D; base += PIECE) {
+        uint4 bytes = *reinterpret_cast<const uint4*>(at + base);
+        const T* piece = reinterpret_cast<const T*>(&bytes);
+        for (int i = 0; i < PIECE; ++i) score += query[base + i] * static_cast<float>(piece[i]);
+      }
+    }
+
+    float highest = score;
+    for (int offset = 16; offset; offset /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, offset));
+    if (lane == 0) warp_value[warp] = highest;
+    __syncthreads();
+    for (int other = 0; other < WARPS; ++other) highest = fmaxf(highest, warp_value[other]);
+    const float next = fmaxf(peak, highest);
+    // Nothing seen so far: weights stay 0 and -inf - -inf is never taken.
+    const float keep = next == lowest ? 1.0f : expf(peak - next);
+    weights[threadIdx.x] = seen ? expf(score - next) : 0.0f;
+    peak = next;
+    __syncthreads();
+
+    out *= keep;
+    total *= keep;
+    const int stop = min(THREADS, count - start);
+    for (int i = slice; i < stop; i += SLICES) {
+      const int other = start + i, fresh = other - prefix;
+      const T* at = fresh < 0 ? prefix_values + kv_head * prefix_values_strides[1] + other * prefix_values_strides[2]
+                              : values + kv_head * values_strides[1] + fresh * values_strides[2];
+      // A weight of 0 may stand beside a slot that was never written: its value is not looked at.
+      if (weights[i] > 0.0f) out += weights[i] * static_cast<float>(at[dim]);
+      total += weights[i];
+    }
+    __syncthreads();
+  }
+
+  slices[slice][dim] = out;
+  if (dim == 0) warp_value[slice] = total;
+  __syncthreads();
+  if (slice == 0) {
+    float value = 0.0f, sum = 0.0f;
+    for (int other = 0; other < SLICES; ++other) {
+      value += slices[other][dim];
+      sum += warp_value[other];
     }
     attended[(row * heads + head) * D + dim] = static_cast<T>(value / sum);
   }
@@ -86,9 +88,9 @@ _INPUTS = ("queries", "prefix_keys", "prefix_values", "keys", "values", "visible
 
 
 def supports(queries: mx.array, values: mx.array, capacity: int, sinks: mx.array | None) -> bool:
-    """Whole warps of head dimensions, no sinks, and prefixes that one pass of eight warps is quick over."""
+    """Head dimensions that divide the block, no sinks, prefixes that a block is quick over."""
     width = queries.shape[3]
-    return width % 32 == 0 and width <= 256 and values.shape[3] == width and sinks is None and capacity <= 4096
+    return width in (32, 64, 128, 256) and values.shape[3] == width and sinks is None and capacity <= 4096
 
 
 def prefix_tree_attention(
@@ -105,9 +107,9 @@ def prefix_tree_attention(
     kernel = build_cuda_kernel("tree_attention", _INPUTS, ("attended",), _SOURCE)
     (attended,) = kernel(
         inputs=[queries, *prefix, *new, visible, ancestors, length, mx.array([scale], mx.float32)],
-        template=[("T", queries.dtype), ("D", width), ("WARPS", _WARPS)],
-        grid=(rows * _WARPS * 32, heads, 1),
-        threadgroup=(_WARPS * 32, 1, 1),
+        template=[("T", queries.dtype), ("D", width), ("THREADS", _THREADS)],
+        grid=(rows * _THREADS, heads, 1),
+        threadgroup=(_THREADS, 1, 1),
         output_shapes=[(1, rows, heads, width)],
         output_dtypes=[queries.dtype],
     )

@@ -3,19 +3,16 @@
 Rows of a round are padded to one count and keys to the cache's capacity, so a budget is traced once a capacity.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
 from kernels.tree_attention import tree_attention
 from services.drafter import growth
 from services.drafter.family import TraceableDraftModel
-from services.drafter.session import DraftSession, sees
-from services.speculation.growth import Budget, rerank
+from services.drafter.session import SINK_ROWS, DraftSession
+from services.speculation.growth import Budget, Candidates, rerank
 from services.speculation.messages import Features
-from services.speculation.trees import BoolArray, DraftTree, IntArray
+from services.speculation.trees import DraftTree, IntArray
 from services.targets.features import to_mlx
 
 ROUND_ROWS = 8
@@ -25,6 +22,8 @@ ROUND_ROWS = 8
 class CompiledDrafting:
     """Runs one drafter. Use on the device thread only.
 
+    What the host tells and is told travels in as few arrays as can be: on a GPU each costs 0.1 ms.
+
     Args:
         model: The drafter.
     """
@@ -32,7 +31,7 @@ class CompiledDrafting:
     def __init__(self, model: TraceableDraftModel) -> None:
         self._model = model
         self._read = mx.compile(self._read_rows)
-        self._grow: dict[tuple[int, int], Callable[..., Any]] = {}
+        self._growths: dict[int, _Growth] = {}  # by top_k
 
     def observe(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
         """As ``family.DraftModel.observe``."""
@@ -41,82 +40,103 @@ class CompiledDrafting:
             return self._model.observe(session, tokens, features)
         self._model.check_features(session, tokens, features)
         session.kv.reserve(ROUND_ROWS)
-        start = session.kv.length
-        positions = session.next_positions(ROUND_ROWS)
-        visible = _visible(session, positions)
-        visible[:, start : start + ROUND_ROWS] = sees(positions, positions, session.window)
-        padded = np.zeros(ROUND_ROWS, np.int32)
-        padded[:count] = tokens
-        rows = [
-            np.zeros((ROUND_ROWS, features.rows[tap].shape[1]), features.rows[tap].dtype)
-            for tap in self._model.info.taps
-        ]
-        for tap, array in zip(self._model.info.taps, rows, strict=True):
-            array[:count] = features.rows[tap]
-        last, arrays = self._read(
-            mx.array(padded),
-            [to_mlx(array) for array in rows],
-            mx.array(positions),
-            mx.array(visible),
-            mx.array([start]),
-            mx.array([count - 1]),
-            session.kv.arrays(),
-        )
+        taps = np.stack([features.rows[tap] for tap in self._model.info.taps])
+        padded = np.zeros((len(taps), ROUND_ROWS, taps.shape[2]), taps.dtype)
+        padded[:, :count] = taps
+        told = np.zeros(4 + ROUND_ROWS, np.int32)
+        told[:4] = (*_place(session), count - 1)
+        told[4 : 4 + count] = tokens
+        last, arrays = self._read(mx.array(told), to_mlx(padded), session.kv.arrays())
         session.kv.fill(arrays)
         session.keep(count, last)
         return None
 
-    def _read_rows(
-        self,
-        tokens: mx.array,
-        taps: list[mx.array],
-        positions: mx.array,
-        visible: mx.array,
-        start: mx.array,
-        newest: mx.array,
-        arrays: list[mx.array],
-    ) -> tuple[mx.array, list[mx.array]]:
-        rows = FixedRows(arrays, positions, visible, start)
-        states = self._model.read(tokens, taps, rows)
-        return states[newest], rows.arrays
+    def _read_rows(self, told: mx.array, taps: mx.array, arrays: list[mx.array]) -> tuple[mx.array, list[mx.array]]:
+        slots = Slots(told[:3], arrays[0].shape[2])
+        positions = slots.length + mx.arange(ROUND_ROWS)
+        rows = FixedRows(list(arrays), positions, slots.seen_by(positions), slots.start)
+        states = self._model.read(told[4:], list(taps), rows)
+        return states[told[3:4]], rows.arrays
 
     def grow(self, session: DraftSession, root_token: int, budget: Budget) -> DraftTree:
         """As ``growth.grow``, which runs the budgets with a stop rule: they read scores back at every depth."""
         if session.last is None or budget.max_depth < 1 or budget.max_nodes < 2 or budget.min_log_prob > -np.inf:
             return growth.grow(self._model, session, root_token, budget)
-        key = (budget.max_depth, budget.top_k)
-        if key not in self._grow:
-            self._grow[key] = mx.compile(lambda *inputs: self._propose(budget, *inputs))
-        session.kv.reserve(budget.max_depth * budget.top_k)
-        positions = np.array([session.tree_position(depth) for depth in range(1, budget.max_depth + 1)], np.int32)
-        levels, picks = self._grow[key](
-            session.last,
-            mx.array(positions),
-            mx.array(_visible(session, positions)),
-            mx.array([session.kv.length]),
-            session.kv.arrays(),
-        )
-        mx.eval(levels, picks)
-        return rerank(root_token, growth.collect(levels, picks), budget)
-
-    def _propose(
-        self,
-        budget: Budget,
-        last: mx.array,
-        positions: mx.array,
-        visible: mx.array,
-        start: mx.array,
-        arrays: list[mx.array],
-    ) -> tuple[list[tuple[mx.array, mx.array]], list[mx.array]]:
-        tree = _FixedTree(arrays, positions, visible, start)
-        return growth.propose(self._model, tree, last, budget, lambda levels, picks, totals: budget.top_k)
+        traced = self._growths.get(budget.top_k)
+        if traced is None or traced.depth < budget.max_depth:
+            traced = self._growths[budget.top_k] = _Growth(self._model, budget)
+        # A deeper growth serves too: the rerank drops what the budget does not allow.
+        return rerank(root_token, traced.run(session, session.last), budget)
 
 
-def _visible(session: DraftSession, positions: IntArray) -> BoolArray:
-    """[q, capacity]: which kept rows each query sees; slots of rows to come are not seen."""
-    visible = np.zeros((len(positions), session.kv.arrays()[0].shape[2]), np.bool_)
-    visible[:, : len(session.kept)] = sees(positions, session.kept, session.window)
-    return visible
+class _Growth:
+    """One traced growth: every depth of one width, in one call.
+
+    Args:
+        model: The drafter.
+        budget: Its depth and width.
+    """
+
+    def __init__(self, model: TraceableDraftModel, budget: Budget) -> None:
+        self.depth = budget.max_depth
+        self._model, self._budget = model, budget
+        self._shapes: list[tuple[int, int]] = []  # of each depth's children; known once traced
+        self._propose = mx.compile(self._trace)
+
+    def run(self, session: DraftSession, last: mx.array) -> Candidates:
+        """Grow below the last observed row, whose state is ``last`` [1, hidden]."""
+        session.kv.reserve(self.depth * self._budget.top_k)
+        flat = np.array(self._propose(last, mx.array(_place(session)), session.kv.arrays()))
+        sizes = [rows * columns for rows, columns in self._shapes]
+        total = sum(sizes)
+        ends = np.cumsum(sizes)[:-1]
+        log_probs = np.split(flat[:total].view(np.float32), ends)
+        tokens = np.split(flat[total : 2 * total], ends)
+        picks = np.split(flat[2 * total :], np.cumsum([rows for rows, _ in self._shapes[1:]])[:-1])
+        levels = [
+            (values.reshape(shape), ids.reshape(shape))
+            for values, ids, shape in zip(log_probs, tokens, self._shapes, strict=True)
+        ]
+        return growth.collect(levels, picks if len(levels) > 1 else [])
+
+    def _trace(self, last: mx.array, place: mx.array, arrays: list[mx.array]) -> mx.array:
+        """Log-probabilities (their bits), tokens and picks of all depths, one after the other, as int32."""
+        tree = _FixedTree(list(arrays), Slots(place, arrays[0].shape[2]))
+        levels, picks = growth.propose(self._model, tree, last, self._budget, lambda *_: self._budget.top_k)
+        self._shapes = [(ids.shape[0], ids.shape[1]) for _, ids in levels]
+        parts = [values.astype(mx.float32).view(mx.int32) for values, _ in levels]
+        parts += [ids.astype(mx.int32) for _, ids in levels]
+        parts += [pick.astype(mx.int32) for pick in picks]
+        return mx.concatenate([part.reshape(-1) for part in parts])
+
+
+def _place(session: DraftSession) -> tuple[int, int, int]:
+    """What ``Slots`` is told of a session."""
+    return session.kv.length, session.length - session.kv.length, session.window
+
+
+class Slots:
+    """Which position each slot of a cache holds: the first SINK_ROWS their own, later ones ``dropped`` more.
+
+    Args:
+        place: [3]: rows in the cache, rows dropped from it, window.
+        capacity: Slots.
+    """
+
+    def __init__(self, place: mx.array, capacity: int) -> None:
+        self.start, dropped, self._window = place[:1], place[1:2], place[2:]
+        self.length = self.start + dropped
+        self._slots = mx.arange(capacity)
+        self._positions = mx.where(self._slots < SINK_ROWS, self._slots, self._slots + dropped)
+
+    def seen_by(self, positions: mx.array) -> mx.array:
+        """[n] -> [n, capacity] bool: slots of positions up to each, within the window or a sink."""
+        back = positions[:, None] - self._positions
+        return (back >= 0) & ((self._slots < SINK_ROWS) | (back < self._window))
+
+    def kept_seen_by(self, positions: mx.array) -> mx.array:
+        """As ``seen_by``, without the slots of rows to come."""
+        return self.seen_by(positions) & (self._slots < self.start)
 
 
 class FixedRows:
@@ -144,12 +164,12 @@ class FixedRows:
 class _FixedTree:
     """Stands in for a session while its growth is traced (implements ``family.TreeSession``)."""
 
-    def __init__(self, arrays: list[mx.array], positions: mx.array, visible: mx.array, start: mx.array) -> None:
-        self._arrays, self._positions, self._visible, self._start = list(arrays), positions, visible, start
+    def __init__(self, arrays: list[mx.array], slots: Slots) -> None:
+        self._arrays, self._slots = arrays, slots
 
     def tree_rows(self, depth: int, ancestors: mx.array, scratch: int) -> FixedRows:
-        count = ancestors.shape[0]
-        positions = mx.broadcast_to(self._positions[depth - 1], (count,))
-        prefix = mx.broadcast_to(self._visible[depth - 1], (count, self._visible.shape[1]))
-        visible = mx.slice_update(prefix, ancestors, self._start, (1,))
-        return FixedRows(self._arrays, positions, visible, self._start + scratch)
+        position = self._slots.length + (depth - 1)  # one before its token, as in ``DraftSession.tree_position``
+        count, start = ancestors.shape[0], self._slots.start
+        prefix = mx.broadcast_to(self._slots.kept_seen_by(position), (count, self._arrays[0].shape[2]))
+        visible = mx.slice_update(prefix, ancestors, start, (1,))
+        return FixedRows(self._arrays, mx.broadcast_to(position, (count,)), visible, start + scratch)

@@ -4,8 +4,9 @@ Each depth expands at most ``top_k`` frontier nodes in one forward. Without a st
 until the last depth: one synchronisation a tree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -96,7 +97,10 @@ def _frontier_width(budget: Budget, levels: Levels, picks: Picks, totals: mx.arr
     return min(budget.top_k, int((scores[-totals.shape[0] :] >= floor).sum()))
 
 
-def collect(levels: Levels, picks: Picks) -> Candidates:
+Values = mx.array | NDArray[Any]
+
+
+def collect(levels: Sequence[tuple[Values, Values]], picks: Sequence[Values]) -> Candidates:
     """Number all children of all expanded nodes, level by level."""
     tokens, parents, log_probs = [], [], []
     frontier: NDArray[np.int64] = np.array([-1])

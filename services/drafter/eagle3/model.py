@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
+from kernels.small_matmul import small_matmul
 from kernels.top_k import top_log_probs
 from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.eagle3.weights import Eagle3Checkpoint
@@ -19,7 +20,7 @@ from services.drafter.session import WINDOW, DraftSession, Rows
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import DrafterInfo, Features
 from services.speculation.trees import IntArray
-from services.targets import cpu, seams
+from services.targets import cpu, cuda, seams
 from services.targets.features import to_mlx
 from services.targets.kv_rows import KVRows, round_to_doubles
 
@@ -177,6 +178,8 @@ class Eagle3Drafter:
         self._dtype = mx.float32 if on_cpu else mx.bfloat16
         self._network = Eagle3Network(spec, on_cpu)
         weights = {name: w.astype(self._dtype) for name, w in checkpoint.weights.items()}
+        if not on_cpu:
+            cuda.swap_linears(self._network)
         self._network.load_weights(list(_fill_biases(spec, weights).items()))
         self._embedding = weights["embed_tokens.weight"] if spec.own_embedding else _fetch(shared, "embed_tokens", spec)
         self._head = {
@@ -229,7 +232,7 @@ class Eagle3Drafter:
 
     def top_children(self, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
         normed = hidden if self._spec.recycle_post_norm else self._network.norm(hidden)
-        logits = normed @ self._head.T
+        logits = small_matmul(normed, self._head)
         if self._spec.logit_scale != 1:
             logits = logits * self._spec.logit_scale
         log_probs, ids = top_log_probs(logits, min(k, self._spec.draft_vocab_size))
