@@ -7,7 +7,7 @@ import pytest
 from kernels.small_matmul import small_matmul, small_quantized_matmul
 
 ROWS = [1, 2, 5, 16, 33, 64, 65]
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 6e-2}  # the CPU adds up in half precision
 
 
 def draw(rows: int, inputs: int, outputs: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
