@@ -1,14 +1,17 @@
 """Llama targets from GGUF files, with the tensor types that ``mx.load`` reads exactly."""
 
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 
 from services.speculation.errors import AerieError, Reason
+from services.targets.files import one_line
+from services.targets.gguf_header import read_header
 
 _NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -23,8 +26,10 @@ _NAMES = {
 }
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<kind>\w+)")
 _GROUP = 32
-# mx.load widens K-quants itself, and wrongly for some blocks: only these file types are known to be exact.
+# Of the whole file; single tensors of other types are refused with the header.
 _FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0"}
+_MOST = 2**24
+"""Far above any real size: what is larger is damage."""
 
 
 def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
@@ -38,27 +43,22 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], 
         The model, its mlx-lm config and the file's metadata.
 
     Raises:
-        AerieError: TARGET_UNSUPPORTED for other architectures, tensor types or settings.
+        AerieError: TARGET_UNSUPPORTED for other architectures, tensor types or settings, and for damaged files.
     """
-    try:
-        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
-    except (RuntimeError, ValueError) as error:
-        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path} is not a GGUF file that MLX reads: {error}") from None
-    tensors, metadata = loaded
-    architecture = metadata.get("general.architecture")
-    file_type = int(metadata.get("general.file_type", -1))
-    if architecture != "llama" or file_type not in _FILE_TYPES:
-        raise AerieError(
-            Reason.TARGET_UNSUPPORTED,
-            f"{path.name}: architecture {architecture!r} with file type {file_type}; "
-            f"built for llama with {', '.join(_FILE_TYPES.values())}",
+    header = read_header(path)
+    metadata = header.metadata
+    architecture, file_type = metadata.get("general.architecture"), metadata.get("general.file_type")
+    if architecture != "llama" or type(file_type) is not int or file_type not in _FILE_TYPES:
+        _refuse(
+            f"{path.name}: architecture {one_line(repr(architecture), 40)} with file type "
+            f"{one_line(repr(file_type), 40)}; built for llama with {', '.join(_FILE_TYPES.values())}"
         )
+    config = _config(metadata, tied="output.weight" not in header.shapes)
+    if config["num_hidden_layers"] > len(header.shapes):  # before mlx-lm builds that many
+        _refuse(f"{path.name}: {config['num_hidden_layers']} layers, but {len(header.shapes)} tensors")
     try:
-        config = _config(metadata, tied="output.weight" not in tensors)
-    except KeyError as missing:
-        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path.name} lacks {missing}") from None
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    try:
+        tensors: Any = mx.load(str(path), format="gguf")
+        model = llama.Model(llama.ModelArgs.from_dict(config))
         weights = _rename(tensors, config)
         if dequantize:
             weights = _widen(weights)
@@ -66,36 +66,56 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, dict[str, Any], 
             nn.quantize(model, group_size=_GROUP, class_predicate=lambda name, _: _packing(name, weights))
             weights = {name: w.astype(mx.float16) if w.dtype == mx.float32 else w for name, w in weights.items()}
         model.load_weights(list(weights.items()))
-    except ValueError as error:
-        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{path.name}: {error}") from None
+    except (RuntimeError, ValueError) as error:
+        _refuse(f"{path.name}: {one_line(error)}")
     mx.eval(model.parameters())
     return model, config, metadata
 
 
 def _config(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
-    def number(key: str, default: Any = None) -> Any:
-        name = f"llama.{key}"
-        return default if default is not None and name not in metadata else metadata[name].item()
+    def size(key: str, default: int | None = None) -> int:
+        value = metadata.get(f"llama.{key}", default)
+        if type(value) is not int or not 0 < value <= _MOST:
+            _refuse(f"llama.{key} is {one_line(repr(value), 40)}, not a number from 1 to {_MOST}")
+        return value
 
-    heads = number("attention.head_count")
-    head_dim = number("attention.key_length", number("embedding_length") // heads)
+    def real(key: str, default: float | None = None) -> float:
+        value = metadata.get(f"llama.{key}", default)
+        if type(value) is not float or not 0 < value < math.inf:
+            _refuse(f"llama.{key} is {one_line(repr(value), 40)}, not a number above 0")
+        return value
+
+    hidden, heads = size("embedding_length"), size("attention.head_count")
+    kv_heads = size("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        _refuse(f"llama.attention.head_count {heads} does not divide into {kv_heads} KV heads")
+    head_dim = size("attention.key_length", max(hidden // heads, 1))
+    if heads * head_dim > _MOST:
+        _refuse(f"llama.attention.head_count {heads} of {head_dim} is not a real size")
     scaling = metadata.get("llama.rope.scaling.type", "none")
-    if scaling != "none" or number("rope.dimension_count", head_dim) != head_dim:
-        raise AerieError(Reason.TARGET_UNSUPPORTED, f"GGUF rope scaling {scaling!r} or partial rotation is not built")
+    if scaling != "none" or size("rope.dimension_count", head_dim) != head_dim or head_dim % 2:
+        _refuse(f"GGUF rope scaling {one_line(repr(scaling), 40)} or partial rotation is not built")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        _refuse("tokenizer.ggml.tokens is not a list of tokens")
     return {
         "model_type": "llama",
-        "hidden_size": number("embedding_length"),
-        "num_hidden_layers": number("block_count"),
-        "intermediate_size": number("feed_forward_length"),
+        "hidden_size": hidden,
+        "num_hidden_layers": size("block_count"),
+        "intermediate_size": size("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-        "rope_theta": number("rope.freq_base", 10000.0),
-        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": real("attention.layer_norm_rms_epsilon"),
+        "vocab_size": len(tokens),
+        "rope_theta": real("rope.freq_base", 10000.0),
+        "max_position_embeddings": size("context_length"),
         "tie_word_embeddings": tied,
     }
+
+
+def _refuse(message: str) -> NoReturn:
+    raise AerieError(Reason.TARGET_UNSUPPORTED, one_line(message, 500))
 
 
 def _rename(tensors: dict[str, mx.array], config: dict[str, Any]) -> dict[str, mx.array]:
@@ -113,9 +133,9 @@ def _rename(tensors: dict[str, mx.array], config: dict[str, Any]) -> dict[str, m
                 tensor = _half_split(tensor, heads[kind])
             renamed[f"model.layers.{block['layer']}.{_NAMES[kind]}.{part}"] = tensor
         elif stem == "rope_freqs":
-            raise AerieError(Reason.TARGET_UNSUPPORTED, "GGUF rope frequency factors are not built")
+            _refuse("GGUF rope frequency factors are not built")
         else:  # a linear layer's bias, for one
-            raise AerieError(Reason.TARGET_UNSUPPORTED, f"unknown tensor {name} in a llama GGUF file")
+            _refuse(f"unknown tensor {name} in a llama GGUF file")
     return renamed
 
 

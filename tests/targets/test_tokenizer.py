@@ -30,14 +30,6 @@ TRICKY = [
 
 def from_metadata(**changes) -> dict:
     metadata = {**llama_metadata(1, 0), **{key.replace("__", "."): value for key, value in changes.items()}}
-
-    class Array(list):
-        """Arrays of numbers come as mx.array, whose tolist is all that is used."""
-
-        def tolist(self):
-            return list(self)
-
-    metadata["tokenizer.ggml.token_type"] = Array(metadata["tokenizer.ggml.token_type"])
     return {key: value for key, value in metadata.items() if value is not None}
 
 
@@ -84,6 +76,48 @@ def test_gguf_without_its_tables_is_refused(key: str):
     with pytest.raises(AerieError, match=rf"tokenizer\.ggml\.{key}") as caught:
         tokenizer_from_gguf(metadata)
     assert caught.value.reason is Reason.TARGET_UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tokens": ["a"] * 300}, "repeats a token"),
+        ({"tokens": ["a", 5]}, "tokens"),
+        ({"token_type": [1, 2]}, "token_type has 2 entries for 300 tokens"),
+        ({"token_type": "x"}, "token_type"),
+        ({"merges": ["ab"]}, "'ab'"),
+        ({"merges": 5}, "merges"),
+        ({"merges": ["zz yy"]}, "zz"),
+        ({"bos_token_id": 300}, "bos_token_id is 300, not one of 300 tokens"),
+        ({"bos_token_id": "x"}, "bos_token_id is 'x'"),
+        ({"eos_token_id": -1}, "eos_token_id is -1"),
+        ({"eos_token_id": True}, "eos_token_id is True"),
+        ({"add_bos_token": "x"}, "add_bos_token"),
+        ({"add_bos_token": True, "bos_token_id": None}, "bos_token_id"),
+        ({"pre": 5}, "pre-tokenizer 5"),
+        ({"pre": [1]}, r"pre-tokenizer \[1\]"),
+        ({"model": ["gpt2"]}, "gpt2"),
+    ],
+)
+def test_gguf_tables_that_contradict_themselves_are_refused_by_name(changes: dict, named: str):
+    with pytest.raises(AerieError, match=named) as caught:
+        tokenizer_from_gguf(from_metadata(**{f"tokenizer__ggml__{key}": value for key, value in changes.items()}))
+    assert caught.value.reason is Reason.TARGET_UNSUPPORTED
+    assert "\n" not in caught.value.message
+
+
+def test_gguf_template_that_is_no_text_is_refused():
+    with pytest.raises(AerieError, match="chat_template is not text"):
+        tokenizer_from_gguf(from_metadata(tokenizer__chat_template=5))
+
+
+@pytest.mark.parametrize("bos", ["two words", "$A", "a:1"])
+def test_gguf_bos_may_be_any_text(bos: str):
+    """A template's text gives blanks, dollars and colons a meaning."""
+    tokens = [*llama_metadata(1, 0)["tokenizer.ggml.tokens"][:298], bos, EOS]
+    metadata = from_metadata(tokenizer__ggml__tokens=tokens, tokenizer__ggml__add_bos_token=True)
+    built = Tokenizer.from_str(tokenizer_from_gguf(metadata).tokenizer_json)
+    assert built.encode("hi").ids == [298, *tiny_tokenizer().encode("hi").ids]
 
 
 def edit(folder: Path, file: str, **changes) -> None:
@@ -149,6 +183,47 @@ def test_named_templates_give_the_default_one(folder: Path):
 def test_template_file_goes_before_the_settings(folder: Path):
     (folder / "chat_template.jinja").write_text("from a file: é", encoding="utf-8")
     assert tokenizer_from_folder(folder, {}).chat_template == "from a file: é"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("tokenizer_config.json", b"[]", "not a JSON object"),
+        ("tokenizer_config.json", b"[" * 200_000, "not JSON"),
+        ("tokenizer_config.json", b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        ("tokenizer_config.json", b"\xff", "not text"),
+        ("tokenizer_config.json", None, "not a regular file"),
+        ("tokenizer_config.json", b'{"eos_token": {"x": 1}}', "eos_token"),
+        ("tokenizer_config.json", b'{"bos_token": 5}', "bos_token is 5"),
+        ("tokenizer_config.json", b'{"chat_template": 5}', "chat_template"),
+        ("tokenizer_config.json", b'{"chat_template": {"a": 1}}', "chat_template"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "chat_template"),
+        ("tokenizer_config.json", b'{"chat_template": [5]}', "chat_template"),
+        ("chat_template.jinja", b"\xff\xfe", "not text"),
+        ("chat_template.jinja", None, "not a regular file"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+        ("generation_config.json", b'{"eos_token_id": {"a": 1}}', "eos_token_id"),
+        ("generation_config.json", b'{"eos_token_id": [null]}', "eos_token_id"),
+        ("generation_config.json", b'{"eos_token_id": [[1]]}', "eos_token_id"),
+        ("generation_config.json", b'{"eos_token_id": [1, 300]}', "not one of 300 tokens"),
+        ("generation_config.json", b'{"eos_token_id": -1}', "eos_token_id is -1"),
+        ("generation_config.json", None, "not a regular file"),
+        ("tokenizer.json", None, "not a regular file"),
+        ("tokenizer.json", b"[" * 200_000, "not a tokenizer"),
+    ],
+)
+def test_spoilt_companion_is_refused_in_one_line(folder: Path, file: str, content: bytes | None, named: str):
+    """None: a folder of that name."""
+    (folder / file).unlink(missing_ok=True)
+    if content is None:
+        (folder / file).mkdir()
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(AerieError) as caught:
+        tokenizer_from_folder(folder, {"vocab_size": 300})
+    assert caught.value.reason is Reason.TARGET_UNSUPPORTED
+    assert named in caught.value.message
+    assert "\n" not in caught.value.message
 
 
 def test_fingerprint_follows_every_part(folder: Path):
