@@ -70,30 +70,35 @@ class KVRows:
                     arrays[layer] = self._grown(array, self.length + rows, array)
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the scratch rows of an accepted path (node indices, root first).
-
-        Rows that are in place already stay: a path that is a prefix of the node order moves nothing.
-        """
-        if self._held is not None:
-            self.reserve(len(path))
-            padded = np.full(-(-len(path) // _MOVE) * _MOVE, -1, np.int32)
-            padded[: len(path)] = path
-            self.fill(_commit_rows(self.arrays(), self._held, mx.array(padded), mx.array([self.length])))
+        """Keep the scratch rows of an accepted path (node indices, root first)."""
+        if self._held is None:
+            self._commit_in_place(path)
+        else:
+            self._commit_held(self._held, path)
             self._held = None
-            mx.async_eval(self.arrays())
-            self.length += len(path)
-            return
-        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
-        if moved := path[in_place:]:
-            capacity = min(array.shape[2] for array in self.arrays())
-            count = min(-(-len(moved) // _MOVE) * _MOVE, capacity)
-            start = min(self.length + in_place, capacity - count)
-            source = np.arange(start, start + count)
-            first = self.length + in_place - start
-            source[first : first + len(moved)] = self.length + np.array(moved)
-            self.fill(_move_rows(self.arrays(), mx.array(source), mx.array([start])))
-            mx.async_eval(self.arrays())
         self.length += len(path)
+
+    def _commit_held(self, held: Sequence[mx.array], path: Sequence[int]) -> None:
+        self.reserve(len(path))
+        padded = np.full(_round_to_moves(len(path)), -1, np.int32)
+        padded[: len(path)] = path
+        self.fill(_commit_rows(self.arrays(), held, mx.array(padded), mx.array([self.length])))
+        mx.async_eval(self.arrays())
+
+    def _commit_in_place(self, path: Sequence[int]) -> None:
+        """Rows that are in place already stay: a path that is a prefix of the node order moves nothing."""
+        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
+        moved = path[in_place:]
+        if not moved:
+            return
+        capacity = min(array.shape[2] for array in self.arrays())
+        count = min(_round_to_moves(len(moved)), capacity)
+        start = min(self.length + in_place, capacity - count)
+        source = np.arange(start, start + count)
+        first = self.length + in_place - start
+        source[first : first + len(moved)] = self.length + np.array(moved)
+        self.fill(_move_rows(self.arrays(), mx.array(source), mx.array([start])))
+        mx.async_eval(self.arrays())
 
     def truncate(self, length: int) -> None:
         """Forget the rows at and after ``length``."""
@@ -127,6 +132,10 @@ class KVRows:
         if array is not None:
             grown[..., : array.shape[2], :] = array
         return grown
+
+
+def _round_to_moves(rows: int) -> int:
+    return -(-rows // _MOVE) * _MOVE
 
 
 _commit_rows = mx.compile(commit_rows)
