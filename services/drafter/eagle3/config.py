@@ -120,6 +120,33 @@ class _Reader:
             _refuse(Reason.CHECKPOINT_INVALID, f"config.json lacks {names[0]}")
         return value
 
+    def size(self, *names: str, default: int | None = None) -> int:
+        value = self.need(*names) if default is None else self.get(*names, default=default)
+        return _size(names[0], value)
+
+    def flag(self, *names: str) -> bool:
+        value = self.get(*names, default=False)
+        if not isinstance(value, bool):
+            _refuse(Reason.CHECKPOINT_INVALID, f"{names[0]} is {value!r:.40}, neither true nor false")
+        return value
+
+
+_LARGEST = 2**24
+"""Far above any real size: what is larger is damage."""
+
+
+def _size(name: str, value: object) -> int:
+    if type(value) is not int or not 0 < value <= _LARGEST:
+        _refuse(Reason.CHECKPOINT_INVALID, f"{name} is {value!r:.40}, not a whole number from 1 to {_LARGEST}")
+    return value
+
+
+def _positive(name: str, value: object, above: float = 0.0) -> float:
+    """A number that float32 carries."""
+    if type(value) not in (int, float) or not max(above, 1e-30) < value < 1e30:  # type: ignore[operator]
+        _refuse(Reason.CHECKPOINT_INVALID, f"{name} is {value!r:.40}, not a finite number above {above:g}")
+    return float(value)  # type: ignore[arg-type]
+
 
 # Keys that say nothing about the forward pass, or repeat what the tensors say.
 _IGNORED = frozenset(
@@ -158,18 +185,16 @@ def read_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape], overrides: 
     c = _Reader(_flatten(raw))
     decisions: list[str] = []
 
-    hidden = int(c.need("hidden_size"))
-    vocab = int(c.need("vocab_size"))
-    heads = int(c.need("num_attention_heads"))
-    target_hidden = int(c.get("target_hidden_size", default=hidden))
-    draft_vocab = int(c.get("draft_vocab_size", "truncated_vocab_size", default=vocab))
+    hidden, vocab, heads = c.size("hidden_size"), c.size("vocab_size"), c.size("num_attention_heads")
+    target_hidden = c.size("target_hidden_size", default=hidden)
+    draft_vocab = c.size("draft_vocab_size", "truncated_vocab_size", default=vocab)
     taps, tap_count = _read_taps(c, is_speculators, shapes, target_hidden, overrides, decisions)
-    residual = c.get("norm_before_residual")
-    if residual is None:
+    residual = c.flag("norm_before_residual")
+    if c.get("norm_before_residual") is None:
         residual = is_speculators
         style = "speculators" if is_speculators else "EAGLE"
         decisions.append(f"norm_before_residual absent: {residual} ({style} default)")
-    recycle = bool(c.get("norm_output", "return_hidden_post_norm", default=False))
+    recycle = c.flag("norm_output", "return_hidden_post_norm")
     if recycle:
         decisions.append("norm_output: recycled states are post-norm (vLLM's reading; SpecForge trains pre-norm)")
     if overrides.recycle_post_norm is not None:
@@ -181,34 +206,34 @@ def read_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape], overrides: 
     theta, scaling, unknown_rope = _read_rope(c)
     if (activation := c.get("hidden_act", default="silu")) not in ("silu", "swish"):
         _refuse(Reason.FAMILY_NOT_BUILT, f"an MLP with {activation!r} in a drafter")
-    tied = bool(c.get("tie_word_embeddings", default=False))
+    tied = c.flag("tie_word_embeddings")
     spec = Eagle3Spec(
         hidden_size=hidden,
         target_hidden_size=target_hidden,
         target_vocab_size=vocab,
         draft_vocab_size=draft_vocab,
-        layers=int(c.get("num_hidden_layers", default=1)),
+        layers=_read_layers(c, shapes),
         heads=heads,
-        kv_heads=int(c.get("num_key_value_heads", default=heads)),
-        head_dim=int(c.get("head_dim", default=hidden // heads)),
-        intermediate_size=int(c.need("intermediate_size_mlp", "intermediate_size")),
-        rms_norm_eps=float(c.get("rms_norm_eps", default=1e-6)),
+        kv_heads=c.size("num_key_value_heads", default=heads),
+        head_dim=c.size("head_dim", default=max(hidden // heads, 1)),
+        intermediate_size=c.size("intermediate_size_mlp", "intermediate_size"),
+        rms_norm_eps=_positive("rms_norm_eps", c.get("rms_norm_eps", default=1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
         taps=taps,
         tap_count=tap_count,
         # Qwen-style layers have biases that no key announces.
-        attention_bias=bool(c.get("attention_bias")) or "layers.0.self_attn.q_proj.bias" in shapes,
-        mlp_bias=bool(c.get("mlp_bias")) or "layers.0.mlp.up_proj.bias" in shapes,
-        fc_bias=bool(c.get("bias")) or "fc.bias" in shapes,
+        attention_bias=c.flag("attention_bias") or "layers.0.self_attn.q_proj.bias" in shapes,
+        mlp_bias=c.flag("mlp_bias") or "layers.0.mlp.up_proj.bias" in shapes,
+        fc_bias=c.flag("bias") or "fc.bias" in shapes,
         qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
-        norm_before_residual=bool(residual),
-        norm_before_fc=bool(c.get("norm_before_fc", default=False)),
-        fc_norm=bool(c.get("fc_norm", default=False)),
+        norm_before_residual=residual,
+        norm_before_fc=c.flag("norm_before_fc"),
+        fc_norm=c.flag("fc_norm"),
         recycle_post_norm=recycle,
         own_embedding="embed_tokens.weight" in shapes,
         head=_read_head(shapes, tied, draft_vocab, vocab),
-        logit_scale=float(c.get("logit_scale", default=1.0)),
+        logit_scale=_positive("logit_scale", c.get("logit_scale", default=1.0)),
         sliding_window=_read_window(c),
         decisions=tuple(decisions),
         unknown=tuple(sorted([*unknown_rope, *(k for k in c.values if k not in c.used and k not in _IGNORED)])),
@@ -237,6 +262,13 @@ def refuse_other_families(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -
         _refuse(Reason.FAMILY_NOT_BUILT, "an EAGLE-1/EAGLE-2 checkpoint (fc over embedding and hidden state)")
 
 
+def _read_layers(c: _Reader, shapes: Mapping[str, Shape]) -> int:
+    layers = c.size("num_hidden_layers", default=1)
+    if layers > max(len(shapes), 1):  # before anybody lists the tensors of that many
+        _refuse(Reason.CHECKPOINT_INVALID, f"num_hidden_layers is {layers}, for {len(shapes)} tensors")
+    return layers
+
+
 def _read_taps(
     c: _Reader,
     is_speculators: bool,
@@ -257,13 +289,17 @@ def _read_taps(
     elif ids is None:
         decisions.append("no tap ids: the default boundaries (2, n // 2, n - 3)")
         return None, count
+    elif not isinstance(ids, list) or not ids:
+        _refuse(Reason.CHECKPOINT_INVALID, f"tap ids {ids!r:.80} are not a list of numbers")
     else:
         convention = overrides.tap_convention or _convention(ids, is_speculators)
         decisions.append(f"tap ids {list(ids)} read as {convention}{' (forced)' if overrides.tap_convention else ''}")
+    if any(type(i) is not int for i in ids) or len(set(ids)) != len(ids):
+        _refuse(Reason.CHECKPOINT_INVALID, f"tap ids {ids!r:.80} are not different whole numbers")
     if len(ids) != count:
         _refuse(Reason.CHECKPOINT_INVALID, f"{len(ids)} tap ids, but fc reads {count} taps")
     shift = 1 if convention == "layer-output" else 0
-    return tuple(int(i) + shift for i in ids), count
+    return tuple(i + shift for i in ids), count
 
 
 def _convention(ids: list[int], is_speculators: bool) -> TapConvention:
@@ -279,7 +315,7 @@ def _read_rope(c: _Reader) -> tuple[float, dict[str, Any] | None, list[str]]:
     scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     if any(isinstance(value, dict) for value in scaling.values()):
         _refuse(Reason.FAMILY_NOT_BUILT, "a drafter with another RoPE for each type of layer")
-    theta = scaling.pop("rope_theta", None) or c.get("rope_theta", default=10000.0)
+    theta, outer = scaling.pop("rope_theta", None), c.get("rope_theta", default=10000.0)
     types = [kind for key in ("type", "rope_type") if (kind := scaling.pop(key, None))]
     kind = types[-1] if types else "default"
     if kind not in _ROPE_KEYS:
@@ -292,14 +328,28 @@ def _read_rope(c: _Reader) -> tuple[float, dict[str, Any] | None, list[str]]:
     read = {key: scaling.pop(key) for key in (*needed, *optional) if scaling.get(key) is not None}
     unknown = [f"rope_scaling.{key}" for key, value in scaling.items() if value is not None]
     plain = kind in ("default", "mrope")  # text positions are equal in every mrope section
-    return float(theta), None if plain else {"rope_type": kind, **read}, unknown
+    read = {key: _read_rope_value(key, value) for key, value in read.items()}
+    # YaRN divides by the base's logarithm.
+    return (
+        _positive("rope_theta", outer if theta is None else theta, above=1.0),
+        None if plain else {"rope_type": kind, **read},
+        unknown,
+    )
+
+
+def _read_rope_value(key: str, value: Any) -> Any:
+    if key.startswith("mrope"):
+        return value
+    if key == "original_max_position_embeddings":
+        return _size(f"rope_scaling.{key}", value)
+    return _positive(f"rope_scaling.{key}", value)
 
 
 def _read_window(c: _Reader) -> int | None:
     """speculators marks draft layers "sliding_attention"; without that mark a window is Mistral's or is unused."""
     window, kinds, used = c.get("sliding_window"), c.get("layer_types"), c.get("use_sliding_window")
     slides = "sliding_attention" in kinds if kinds else used is True
-    return int(window) if window and slides else None
+    return _size("sliding_window", window) if window is not None and slides else None
 
 
 def _flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,6 +371,8 @@ def _read_head(
 def _check(spec: Eagle3Spec, target_hidden: int) -> None:
     if spec.norm_before_fc and spec.fc_norm:
         _refuse(Reason.CHECKPOINT_INVALID, "norm_before_fc and fc_norm exclude each other")
+    if spec.head_dim % 2:
+        _refuse(Reason.CHECKPOINT_INVALID, f"head_dim is {spec.head_dim}: a RoPE rotates pairs")
     if spec.heads % spec.kv_heads:
         _refuse(Reason.CHECKPOINT_INVALID, f"{spec.heads} heads do not divide into {spec.kv_heads} KV heads")
     shares = not spec.own_embedding or spec.head == "target"

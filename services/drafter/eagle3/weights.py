@@ -1,6 +1,5 @@
 """Strict loading of EAGLE-3 checkpoints: every tensor consumed, every shape checked."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from services.drafter.eagle3.config import NO_OVERRIDES, Eagle3Spec, Overrides, Shape, read_config
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import TargetInfo
+from services.targets.files import check_regular, exists, one_line, read_json
 
 # Saved by some trainers, no part of the drafter.
 _TRAINING_ONLY = frozenset({"verifier_norm.weight", "verifier_lm_head.weight"})
@@ -51,24 +51,21 @@ def read_checkpoint(path: Path, overrides: Overrides = NO_OVERRIDES) -> Eagle3Ch
     Raises:
         AerieError: CHECKPOINT_NOT_FOUND, CHECKPOINT_INVALID or FAMILY_NOT_BUILT.
     """
-    if not (path / "config.json").exists():
+    if not exists(path / "config.json"):
         raise AerieError(Reason.CHECKPOINT_NOT_FOUND, f"{path} has no config.json")
     files = sorted(path.glob("*.safetensors"))
     if not files:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
         hint = f"{pickles[0].name} is a pickle and is never loaded; " if pickles else ""
         raise AerieError(Reason.CHECKPOINT_INVALID, f"{path}: {hint}convert the weights to safetensors")
-    try:
-        raw = json.loads((path / "config.json").read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise AerieError(Reason.CHECKPOINT_INVALID, f"{path}/config.json is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise AerieError(Reason.CHECKPOINT_INVALID, f"{path}/config.json is not an object")
+    check_regular(files, Reason.CHECKPOINT_INVALID)
+    raw = read_json(path / "config.json", Reason.CHECKPOINT_INVALID)
+    made_for = _read_target_fingerprint(raw)
     tensors = _read_tensors(files)
     try:
         spec = read_config(raw, {name: tuple(t.shape) for name, t in tensors.items()}, overrides)
-    except (TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
-        raise AerieError(Reason.CHECKPOINT_INVALID, f"{path}/config.json: {error}") from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise AerieError(Reason.CHECKPOINT_INVALID, f"{path}/config.json: {one_line(error)}") from None
     offsets, known = tensors.pop("d2t", None), tensors.pop("t2d", None)
     for name in _TRAINING_ONLY & set(tensors):
         del tensors[name]
@@ -79,8 +76,15 @@ def read_checkpoint(path: Path, overrides: Overrides = NO_OVERRIDES) -> Eagle3Ch
         # Ascending target ids make "smaller draft id" and "smaller target id" the same tie-break.
         tensors["lm_head.weight"] = tensors["lm_head.weight"][mx.array(order)]
         draft_to_target = draft_to_target[order]
-    made_for = raw.get("aerie", {}).get("target_fingerprint") if isinstance(raw.get("aerie"), dict) else None
     return Eagle3Checkpoint(path, spec, tensors, draft_to_target, made_for)
+
+
+def _read_target_fingerprint(raw: dict[str, Any]) -> str | None:
+    ours = raw.get("aerie") or {}
+    made_for = ours.get("target_fingerprint") if isinstance(ours, dict) else ours
+    if not isinstance(made_for, str | None):
+        raise AerieError(Reason.CHECKPOINT_INVALID, f"aerie.target_fingerprint is {made_for!r:.40}, not text")
+    return made_for
 
 
 def _read_tensors(files: list[Path]) -> dict[str, mx.array]:
@@ -89,7 +93,9 @@ def _read_tensors(files: list[Path]) -> dict[str, mx.array]:
         try:
             loaded = mx.load(str(file))
         except (RuntimeError, ValueError) as error:
-            raise AerieError(Reason.CHECKPOINT_INVALID, f"{file} is not a safetensors file: {error}") from None
+            raise AerieError(
+                Reason.CHECKPOINT_INVALID, f"{file} is not a safetensors file: {one_line(error)}"
+            ) from None
         assert isinstance(loaded, dict)
         for name, tensor in loaded.items():
             if (canonical := canonical_name(name)) in tensors:

@@ -227,3 +227,71 @@ def test_reads_the_window_that_draft_layers_were_trained_with(keys: dict[str, An
     config = checkpoints.speculators(DESIGN)
     config["transformer_layer_config"] |= keys
     assert read(config).sliding_window == window
+
+
+def refused(changes: dict[str, Any]) -> str:
+    with pytest.raises(AerieError) as caught:
+        read({**checkpoints.specforge(DESIGN), **changes})
+    assert caught.value.reason == Reason.CHECKPOINT_INVALID
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+SIZES = ("hidden_size", "vocab_size", "draft_vocab_size", "target_hidden_size", "intermediate_size", "head_dim")
+COUNTS = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, "8", [8], True, 10**12, 10**400, float("nan")])
+@pytest.mark.parametrize("key", [*SIZES, *COUNTS])
+def test_sizes_are_whole_numbers_that_a_file_can_have(key: str, value: Any) -> None:
+    assert key in refused({key: value})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "x", [1.0], True, float("nan"), float("inf"), 1e300, 1e-300, 10**400])
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "logit_scale", "rope_scaling.factor"])
+def test_numbers_are_positive_and_fit_float32(key: str, value: Any) -> None:
+    outer, _, inner = key.partition(".")
+    assert key in refused({outer: {"type": "linear", inner: value} if inner else value})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": 1.0}, "rope_theta"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}, "original_max"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": "x"}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_slow": -1}, "beta_slow"),
+    ],
+)
+def test_rope_values_are_checked_one_by_one(scaling: dict[str, Any], words: str) -> None:
+    assert words in refused({"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("layers", [10**5, 2**24])
+def test_more_layers_than_tensors_are_refused_before_they_are_listed(layers: int) -> None:
+    assert f"num_hidden_layers is {layers}, for" in refused({"num_hidden_layers": layers})
+
+
+@pytest.mark.parametrize(
+    "ids", [[2, 2, 3], ["1", "2", "3"], [1.5, 2, 3], [True, 2, 3], [[1], 2, 3], "123", {"a": 1}, [], 5]
+)
+def test_tap_ids_are_different_whole_numbers(ids: Any) -> None:
+    assert "tap ids" in refused({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}})
+
+
+@pytest.mark.parametrize("key", ["norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "attention_bias"])
+@pytest.mark.parametrize("value", ["false", 0, [True]])
+def test_flags_are_true_or_false(key: str, value: Any) -> None:
+    """A text "false" would be true."""
+    assert key in refused({key: value})
+
+
+@pytest.mark.parametrize("window", [0, -5, "x", 1.5])
+def test_a_window_that_is_used_has_a_size(window: Any) -> None:
+    assert "sliding_window" in refused({"sliding_window": window, "use_sliding_window": True})
+    assert read({**checkpoints.specforge(DESIGN), "sliding_window": window}).sliding_window is None
+
+
+def test_heads_of_odd_width_are_refused() -> None:
+    assert "head_dim is 7" in refused({"head_dim": 7})

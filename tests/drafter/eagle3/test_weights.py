@@ -1,6 +1,7 @@
 """Checkpoints in every published spelling load and compute the same; broken ones are refused by name."""
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -301,3 +302,45 @@ def test_names_other_families_from_their_files(tmp_path: Path) -> None:
     assert refusal(write_changed(tmp_path / "p", {"mask_hidden": mx.zeros((1, 1, 72))})).reason == (
         Reason.FAMILY_NOT_BUILT
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" * 200_000, "not JSON"),
+        (b'{"a": ' * 100_000, "not JSON"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"\xff", "not text"),
+        (b"[]", "not a JSON object"),
+        (b'{"eagle_config": [1]}', "config.json"),
+        (b'{"transformer_layer_config": "abc"}', "config.json"),
+        (b'{"aerie": {"target_fingerprint": 5}}', "target_fingerprint is 5"),
+        (b'{"aerie": {"target_fingerprint": ["x"]}}', "target_fingerprint"),
+        (b'{"aerie": 5}', "target_fingerprint"),
+        ("folder", "not a regular file"),
+        ("pipe", "not a regular file"),
+    ],
+)
+def test_refuses_configs_that_cannot_be_read(content: bytes | str, words: str, tmp_path: Path) -> None:
+    folder = write_changed(tmp_path)
+    config = folder / "config.json"
+    config.unlink()
+    if isinstance(content, bytes):
+        config.write_bytes(content)
+    else:
+        {"folder": config.mkdir, "pipe": lambda: os.mkfifo(config)}[content]()
+    with pytest.raises(AerieError, match=words) as caught:
+        read_checkpoint(folder)
+    assert caught.value.reason == Reason.CHECKPOINT_INVALID
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "dangling"])
+def test_refuses_weights_that_are_no_files(kind: str, tmp_path: Path) -> None:
+    folder = write_changed(tmp_path)
+    extra = folder / "more.safetensors"
+    make = {"folder": extra.mkdir, "pipe": lambda: os.mkfifo(extra), "dangling": lambda: extra.symlink_to("/nowhere")}
+    make[kind]()
+    with pytest.raises(AerieError, match=r"more\.safetensors is not a regular file") as caught:
+        read_checkpoint(folder)
+    assert caught.value.reason == Reason.CHECKPOINT_INVALID
