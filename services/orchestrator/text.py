@@ -13,6 +13,30 @@ from tokenizers import Tokenizer
 from services.speculation.errors import AerieError, Reason
 
 _REPLACEMENT = "\ufffd"
+_MOST_WAITING = 64
+"""Tokens that may wait for one character: more is garbage, and decoding them again for each token would not end."""
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+"""Limits of stop strings: how many, and characters of each."""
+
+
+def check_stops(stop: Sequence[str]) -> None:
+    """Refuse stop strings that no generation takes.
+
+    Raises:
+        AerieError: INVALID_ARGUMENT for more than MAX_STOPS, or one that is empty, too long or no string.
+    """
+    if isinstance(stop, str) or not all(isinstance(s, str) for s in stop):
+        raise AerieError(Reason.INVALID_ARGUMENT, "stop must be a sequence of strings")
+    if len(stop) > MAX_STOPS:
+        raise AerieError(Reason.INVALID_ARGUMENT, f"{len(stop)} stop strings; {MAX_STOPS} are the most")
+    for s in stop:
+        if not s:
+            raise AerieError(Reason.INVALID_ARGUMENT, "a stop string is empty")
+        if len(s) > MAX_STOP_LENGTH:
+            message = f"a stop string of {len(s)} characters; {MAX_STOP_LENGTH} are the most"
+            raise AerieError(Reason.INVALID_ARGUMENT, message)
 
 
 class Detokenizer:
@@ -27,12 +51,16 @@ class Detokenizer:
         self._ids: list[int] = []
         self._context = 0  # decoding starts here, so that a token's spacing sees what came before
         self._read = 0  # tokens whose text is out
+        self._silent = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def push(self, token: int) -> str:
         """Text that this token completes, possibly empty."""
+        if token in self._silent:
+            return ""  # kept, a run of them would be decoded again for each token
         self._ids.append(token)
         before, now = self._decode(self._read), self._decode(len(self._ids))
-        if len(now) <= len(before) or now.endswith(_REPLACEMENT):
+        waits = now.endswith(_REPLACEMENT) and len(self._ids) - self._read <= _MOST_WAITING
+        if len(now) <= len(before) or waits:
             return ""
         self._context, self._read = self._read, len(self._ids)
         return now[len(before) :]
@@ -55,27 +83,62 @@ class TextDelta:
     stopped_at: int | None = None
 
 
+class _Matcher:
+    """Finds one string in a stream of characters (Knuth-Morris-Pratt): constant time a character.
+
+    Attributes:
+        matched: Length of the longest end of what was fed that begins the string.
+    """
+
+    def __init__(self, wanted: str) -> None:
+        self.wanted = wanted
+        self.matched = 0
+        self._shorter = [0]  # entry n - 1: the next shorter beginning that also ends the first n characters
+        for character in wanted[1:]:
+            self._shorter.append(self._after(self._shorter[-1], character))
+
+    def feed(self, text: str) -> int | None:
+        """Index in ``text`` at which the string ends for the first time, or None."""
+        for index, character in enumerate(text):
+            self.matched = self._after(self.matched, character)
+            if self.matched == len(self.wanted):
+                return index + 1
+        return None
+
+    def _after(self, matched: int, character: str) -> int:
+        while matched and self.wanted[matched] != character:
+            matched = self._shorter[matched - 1]
+        return matched + (self.wanted[matched] == character)
+
+
 class TextStream:
     """Text of one generation up to its first stop string.
 
     Args:
         tokenizer: Of the target.
         stop: Strings that end the text; they are not part of it.
+
+    Raises:
+        AerieError: INVALID_ARGUMENT for stop strings beyond the limits.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        check_stops(stop)
         self._detokenizer = Detokenizer(tokenizer)
-        self._stop = tuple(stop)
+        self._stops = [_Matcher(wanted) for wanted in stop]
         self._held = ""  # could be the beginning of a stop string
 
     def push(self, tokens: Sequence[int]) -> TextDelta:
         out = ""
         for index, token in enumerate(tokens):
-            self._held += self._detokenizer.push(token)
-            if (cut := self._find()) is not None:
+            piece = self._detokenizer.push(token)
+            ends = [(end, stop) for stop in self._stops if (end := stop.feed(piece)) is not None]
+            before, self._held = len(self._held), self._held + piece
+            if ends:
+                cut = min(before + end - len(stop.wanted) for end, stop in ends)
                 out, self._held = out + self._held[:cut], ""
                 return TextDelta(out, index)
-            safe = len(self._held) - self._possible_stop()
+            safe = len(self._held) - max((stop.matched for stop in self._stops), default=0)
             out, self._held = out + self._held[:safe], self._held[safe:]
         return TextDelta(out)
 
@@ -84,14 +147,6 @@ class TextStream:
         text, self._held = self._held + self._detokenizer.flush(), ""
         return text
 
-    def _find(self) -> int | None:
-        return min((at for s in self._stop if (at := self._held.find(s)) >= 0), default=None)
-
-    def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        lengths = (n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n]))
-        return max(lengths, default=0)
-
 
 class ChatTemplate:
     """A checkpoint's chat template, run in a sandbox: it is code from a stranger.
@@ -99,31 +154,57 @@ class ChatTemplate:
     Args:
         source: Jinja source.
         special_tokens: ``bos_token`` and others that it may name.
+
+    Raises:
+        AerieError: TARGET_UNSUPPORTED when it is no text or does not compile.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        if not isinstance(source, str):
+            raise AerieError(Reason.TARGET_UNSUPPORTED, f"the chat template is {type(source).__name__}, not text")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **kwargs: json.dumps(value, ensure_ascii=False, **kwargs)
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
         self._special = special_tokens
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise AerieError(Reason.TARGET_UNSUPPORTED, f"the chat template does not compile: {error}") from None
+        except Exception as error:  # whatever a stranger's source makes the compiler raise
+            message = f"the chat template does not compile: {_describe(error)}"
+            raise AerieError(Reason.TARGET_UNSUPPORTED, message) from None
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
         """The prompt text of a conversation, up to where the assistant speaks.
 
         Raises:
-            AerieError: INVALID_ARGUMENT when the template refuses the messages.
+            AerieError: INVALID_ARGUMENT for messages without text, or that the template refuses.
         """
+        for index, message in enumerate(messages):
+            _check_message(index, message)
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
-        except jinja2.TemplateError as error:
-            raise AerieError(Reason.INVALID_ARGUMENT, f"the chat template refused the messages: {error}") from None
+            text = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
+            text.encode()
+        except UnicodeEncodeError:
+            raise AerieError(Reason.INVALID_ARGUMENT, "the messages hold half a character (a lone surrogate)") from None
+        except Exception as error:  # whatever a stranger's code raises
+            message_text = f"the chat template refused the messages: {_describe(error)}"
+            raise AerieError(Reason.INVALID_ARGUMENT, message_text) from None
+        return text
+
+
+def _check_message(index: int, message: Any) -> None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise AerieError(Reason.INVALID_ARGUMENT, f"message {index} has no role")
+    # Lists are parts of text and images, which some templates take.
+    if not isinstance(content := message.get("content"), str | list):
+        kind = "no content" if content is None else f"content of type {type(content).__name__}"
+        raise AerieError(Reason.INVALID_ARGUMENT, f"message {index} has {kind}; it must be text")
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
 
 
 def _raise_exception(message: str) -> NoReturn:
