@@ -17,6 +17,9 @@ from services.embedded import Engine
 from services.embedded.engine import Result
 from services.orchestrator.routing import TreeOptions
 from services.orchestrator.service import Request
+from services.speculation.exactness import Agreement
+
+ARMS = ("plain", "speculative", "mlx_lm")
 
 LOOP_SHARE = 0.8
 """An answer loops when its share of distinct 4-grams is this or less."""
@@ -24,18 +27,19 @@ LOOP_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Options:
-    """What every arm runs with."""
+    """What every arm runs with; ``raw`` prompts go without the chat template."""
 
     max_tokens: int = 96
     repetitions: int = 3
     ignore_eos: bool = False
     tree: TreeOptions = field(default_factory=TreeOptions)
     baseline: bool = True
+    raw: bool = False
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One run of one arm."""
+    """One run of one arm; an answer of one token has no pace (0)."""
 
     tokens_per_second: float
     first_seconds: float
@@ -54,6 +58,11 @@ class PromptResult:
     agrees: bool
     acceptance_length: float
     arms: dict[str, list[Timing]]
+
+    @property
+    def timed(self) -> bool:
+        """Every arm has a pace."""
+        return all(self.median(arm) > 0 for arm in self.arms)
 
     @property
     def loops(self) -> bool:
@@ -87,7 +96,7 @@ def run_benchmark(
 
     def request(prompt: Prompt, drafter: str) -> Request:
         return engine.request(
-            prompt.text,
+            engine.orchestrator.encode(prompt.text) if options.raw else prompt.text,
             max_tokens=options.max_tokens,
             ignore_eos=options.ignore_eos,
             tree=options.tree,
@@ -105,33 +114,40 @@ def run_benchmark(
     results = []
     for prompt in prompts:
         arms: dict[str, list[Timing]] = {}
-        plain = spec = None
+        plain: list[Result] = []
+        speculative: list[Result] = []
         for _ in range(options.repetitions):
-            plain = _timed(engine, request(prompt, "off"), arms.setdefault("plain", []))
+            plain.append(_timed(engine, request(prompt, "off"), arms.setdefault("plain", [])))
             if drafts:
-                spec = _timed(engine, request(prompt, "auto"), arms.setdefault("speculative", []))
+                speculative.append(_timed(engine, request(prompt, "auto"), arms.setdefault("speculative", [])))
             if baseline:
                 tokens = request(prompt, "off").tokens
                 run: BaselineRun = engine.on_device(
                     partial(baseline.run, tokens, options.max_tokens, options.ignore_eos)
                 )
                 arms.setdefault("mlx_lm", []).append(Timing(run.tokens_per_second, run.first_seconds, run.last_seconds))
-        assert plain is not None
-        agreement = compare_runs(engine, request(prompt, "off"), plain.token_ids, (spec or plain).token_ids, plain.seed)
+        agreement = compare_all(engine, request(prompt, "off"), plain[0], [*plain[1:], *speculative])
         results.append(
             PromptResult(
                 kind=prompt.kind,
                 prompt=prompt.text,
-                completion_tokens=len(plain.token_ids),
-                distinct=distinct_share(plain.token_ids),
+                completion_tokens=len(plain[0].token_ids),
+                distinct=distinct_share(plain[0].token_ids),
                 agreement=str(agreement),
                 agrees=agreement.agrees,
-                acceptance_length=(spec or plain).stats.acceptance_length,
+                acceptance_length=(speculative or plain)[-1].stats.acceptance_length,
                 arms=arms,
             )
         )
         tell(results[-1])
     return results
+
+
+def compare_all(engine: Engine, request: Request, plain: Result, others: Sequence[Result]) -> Agreement:
+    """The worst agreement of several runs with the first plain one; no others agree."""
+    answers = dict.fromkeys(run.token_ids for run in others)  # repetitions are the same nearly always
+    agreements = [compare_runs(engine, request, plain.token_ids, answer, plain.seed) for answer in answers]
+    return min(agreements, key=lambda a: (a.agrees, a.identical), default=Agreement(True))
 
 
 def _timed(engine: Engine, request: Request, timings: list[Timing]) -> Result:
@@ -144,11 +160,16 @@ def _timed(engine: Engine, request: Request, timings: list[Timing]) -> Result:
 
 
 def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
-    """Geometric means of the per-prompt ratios of medians, with their spread."""
-    groups = {"all": list(results), "not looping": [r for r in results if not r.loops]}
+    """Geometric means of the per-prompt ratios of medians, with their spread.
+
+    Prompts without a pace in some arm are left out; the groups without any other too.
+    """
+    results = [r for r in results if r.timed]
+    groups = {"all": results, "not looping": [r for r in results if not r.loops]}
     for kind in dict.fromkeys(r.kind for r in results):
-        groups[kind] = [r for r in results if r.kind == kind]
-    arms = set(results[0].arms)
+        # A kind may be called like a group of all kinds.
+        groups[f"kind {kind}" if kind in ("all", "not looping") else kind] = [r for r in results if r.kind == kind]
+    arms = set(results[0].arms) if results else set()
     pairs = {
         "speculative_over_plain": ("speculative", "plain"),
         "speculative_over_mlx_lm": ("speculative", "mlx_lm"),
