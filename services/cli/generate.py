@@ -1,33 +1,45 @@
-"""``aerie generate`` and ``aerie chat``."""
+"""``aerie generate``: answer one prompt."""
 
 import argparse
 import json
 import sys
 from typing import Any
 
-from services.cli.main import UsageError
-from services.cli.options import load_engine, request_options
-from services.cli.terminal import Printer
+from services.cli.options import check_prompt, load_engine, prompt_tokens, request_options
+from services.cli.report import UsageError
+from services.cli.terminal import make_printer
 from services.embedded import Engine
 from services.orchestrator.generation import Done
-from services.speculation.errors import AerieError
 
 
 def generate(options: argparse.Namespace) -> int:
     """Answer one prompt: streamed text, or one JSON object."""
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if not prompt.strip() and not options.raw:
-        raise UsageError("the prompt is empty")
     common = request_options(options)
+    if options.prompt == "-":
+        options.prompt = _read_stdin()
+    check_prompt(options)
     with load_engine(options) as engine:
-        tokens = engine.orchestrator.encode(prompt) if options.raw else engine.chat_tokens(prompt)
+        tokens = prompt_tokens(engine, options.prompt, options.raw)
         if options.json:
             print(json.dumps(_answer_json(engine, tokens, common), ensure_ascii=False))
-        else:
-            printer = Printer(engine, options.trace)
-            _stream(engine, tokens, common, printer)
-            printer.finish()
+            return 0
+        printer = make_printer(engine, options.trace)
+        for item in engine.stream(tokens, **common):
+            if not isinstance(item, Done):
+                printer.write(item)
+        printer.finish()
     return 0
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed")
+    try:
+        return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise UsageError("standard input is not UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"cannot read standard input: {error.strerror}") from None
 
 
 def _answer_json(engine: Engine, tokens: tuple[int, ...], common: dict[str, Any]) -> dict[str, Any]:
@@ -35,45 +47,9 @@ def _answer_json(engine: Engine, tokens: tuple[int, ...], common: dict[str, Any]
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
+        "depths": list(result.depths),
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "usage": result.stats.usage(),
         "stats": result.stats.report(),
     }
-
-
-def _stream(engine: Engine, tokens: tuple[int, ...], common: dict[str, Any], printer: Printer) -> str:
-    text = ""
-    for item in engine.stream(tokens, **common):
-        if not isinstance(item, Done):
-            printer.write(item)
-            text += item.text
-    return text
-
-
-def chat(options: argparse.Namespace) -> int:
-    """A conversation: an empty line or end of input leaves it, Ctrl-C stops an answer."""
-    common = request_options(options)
-    messages: list[dict[str, str]] = []
-    with load_engine(options) as engine:
-        while True:
-            try:
-                turn = input("> ")
-            except (EOFError, KeyboardInterrupt):
-                print()
-                return 0
-            if not turn.strip():
-                return 0
-            messages.append({"role": "user", "content": turn})
-            printer = Printer(engine, options.trace)
-            answer = ""
-            try:
-                answer = _stream(engine, engine.chat_tokens(messages), common, printer)
-            except KeyboardInterrupt:
-                print(" [stopped]", end="")
-            except AerieError as error:
-                print(f"aerie: {error}", file=sys.stderr)
-                messages.pop()
-                continue
-            printer.finish()
-            messages.append({"role": "assistant", "content": answer})

@@ -1,25 +1,31 @@
 """``aerie inspect``: what a drafter checkpoint is, whether it fits a target, and why not."""
 
 import argparse
+from pathlib import Path
 
-from services.cli.options import overrides
+from services.cli.options import overrides, usable_path
+from services.cli.report import UsageError
 from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.eagle3.weights import Eagle3Checkpoint, check_fit, read_checkpoint
+from services.drafter.loader import CHECKPOINTS, FAMILIES, shipped_checkpoint
 from services.runtime.device import device_thread
 from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import TargetInfo
 from services.targets.loader import load_target
 
 
 def inspect(options: argparse.Namespace) -> int:
     """Describe a checkpoint. Exit code 1 when it does not load or does not fit."""
-    if not options.checkpoint.is_dir():
-        raise AerieError(Reason.CHECKPOINT_NOT_FOUND, f"no such folder: {options.checkpoint}")
+    if "" in (options.checkpoint, options.target):
+        raise UsageError("checkpoint and --target must not be empty")
     device = device_thread()
-    checkpoint = device.submit(lambda: read_checkpoint(options.checkpoint, overrides(options))).result()
+    # The target first: a report that ends in an error is none.
+    info = device.submit(lambda: load_target(options.target).info).result() if options.target else None
+    path = _find(options.checkpoint, info)
+    checkpoint = device.submit(lambda: read_checkpoint(path, overrides(options))).result()
     _describe(checkpoint)
-    if options.target is None:
+    if info is None:
         return 0
-    info = device.submit(lambda: load_target(options.target).info).result()
     try:
         spec = check_fit(checkpoint, info)
     except AerieError as error:
@@ -27,6 +33,19 @@ def inspect(options: argparse.Namespace) -> int:
         return 1
     print(f"fits {options.target}: yes, taps {spec.taps} of {info.layers} layers")
     return 0
+
+
+def _find(name: str, info: TargetInfo | None) -> Path:
+    """A folder, or the shipped checkpoint of a family: the target's, or the first."""
+    if name in FAMILIES:
+        shipped = sorted(CHECKPOINTS.glob(f"*/{name}"))
+        if path := (info and shipped_checkpoint(name, info)) or next(iter(shipped), None):
+            return path
+        raise AerieError(Reason.DRAFTER_UNAVAILABLE, f"no {name} drafter is shipped")
+    path = usable_path("checkpoint", name)
+    if not path.is_dir():
+        raise AerieError(Reason.CHECKPOINT_NOT_FOUND, f"no such folder: {name}")
+    return path
 
 
 def _describe(checkpoint: Eagle3Checkpoint) -> None:

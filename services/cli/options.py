@@ -1,19 +1,35 @@
-"""From parsed options to values of the services."""
+"""From parsed options to values of the services. Everything that needs no model is checked before one loads."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from services.cli.main import UsageError
+from kernels import _blas
+from services.cli.report import UsageError, complain
 from services.drafter.eagle3.config import Overrides
 from services.embedded import Engine
 from services.orchestrator.routing import TreeOptions
+from services.orchestrator.text import check_stops
 from services.speculation.warpers import Sampler
+from services.targets.loader import MAX_TREE_NODES
+
+MAX_THREADS = 1024
+
+
+def check_models(options: argparse.Namespace) -> None:
+    """Refuse ``--target``, ``--drafter`` and ``--threads`` that cannot mean anything (UsageError)."""
+    for flag in ("target", "drafter"):
+        if not getattr(options, flag).strip():
+            raise UsageError(f"--{flag} must not be empty")
+    if options.threads is not None and not 1 <= options.threads <= MAX_THREADS:
+        raise UsageError(f"--threads must be 1..{MAX_THREADS}, not {options.threads}")
 
 
 def load_engine(options: argparse.Namespace) -> Engine:
     """The engine that ``--target``, ``--drafter`` and ``--threads`` ask for."""
-    if options.threads is not None and options.threads < 1:
-        raise UsageError(f"--threads must be 1 or more, not {options.threads}")
+    check_models(options)
+    if options.threads is not None and not _blas.loaded:
+        complain("--threads changes nothing here: MLX runs without the OpenBLAS whose threads it sets")
     return Engine.load(options.target, options.drafter, options.threads, overrides=overrides(options))
 
 
@@ -22,17 +38,25 @@ def overrides(options: argparse.Namespace) -> Overrides:
 
 
 def tree(options: argparse.Namespace) -> TreeOptions:
+    """The overrides of the tree preset (UsageError when out of range)."""
+    if options.tree_nodes is not None and not 1 <= options.tree_nodes <= MAX_TREE_NODES:
+        raise UsageError(f"--tree-nodes must be 1..{MAX_TREE_NODES}, not {options.tree_nodes}")
+    for flag, value in (("depth", options.tree_depth), ("topk", options.tree_topk)):
+        if value is not None and value < 1:
+            raise UsageError(f"--tree-{flag} must be 1 or more, not {value}")
     return TreeOptions(options.tree_nodes, options.tree_depth, options.tree_topk)
 
 
 def request_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``Request`` that generation commands share. Checked before any model loads."""
+    check_models(options)
     if options.seed is not None and not 0 <= options.seed < 2**64:
         raise UsageError(f"--seed must be an unsigned 64-bit integer, not {options.seed}")
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens must be 1 or more, not {options.max_tokens}")
     if "" in options.stop:
         raise UsageError("--stop must not be empty")
+    check_stops(options.stop)
     return {
         "max_tokens": options.max_tokens,
         "sampler": Sampler(
@@ -49,7 +73,40 @@ def request_options(options: argparse.Namespace) -> dict[str, Any]:
         "stop": tuple(options.stop),
         "ignore_eos": options.ignore_eos,
         "tree": tree(options),
+        # The engine holds what --drafter named, so the best that it holds is right; "auto" warns when it holds none.
+        "drafter": "off" if options.drafter == "off" else "auto",
     }
+
+
+def prompt_tokens(engine: Engine, prompt: str, raw: bool) -> tuple[int, ...]:
+    """Token ids of a prompt, in the chat template unless it is raw (UsageError when there is none)."""
+    if raw:
+        return engine.orchestrator.encode(prompt)
+    check_template(engine, "send the prompt with --raw")
+    return engine.chat_tokens(prompt)
+
+
+def check_template(engine: Engine, otherwise: str) -> None:
+    """Refuse a target without a chat template (UsageError), and say what to do."""
+    if engine.target.tokenizer.chat_template is None:
+        raise UsageError(f"the target {engine.info.name} has no chat template: {otherwise}")
+
+
+def check_prompt(options: argparse.Namespace) -> None:
+    """Refuse a prompt without text (UsageError); raw spaces are text."""
+    if not (options.prompt if options.raw else options.prompt.strip()):
+        raise UsageError("the prompt is empty")
+
+
+def usable_path(name: str, text: str | Path) -> Path:
+    """A path that the system can look up, ``~`` expanded (UsageError otherwise)."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long; no such user; a zero byte
+        detail = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{name} is no usable path: {detail}: {str(text)[:60]}") from None
+    return path
 
 
 def _bias(text: str) -> tuple[int, float]:

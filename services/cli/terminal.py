@@ -1,6 +1,8 @@
 """Text on a terminal: streaming, and colours for how each token came."""
 
+import os
 import sys
+from collections import Counter, deque
 from typing import TextIO
 
 from services.embedded import Engine
@@ -16,33 +18,76 @@ class Printer:
     """Writes chunks as they come.
 
     Args:
-        engine: Its tokenizer splits traced text.
-        trace: Colour tokens by the depth they were accepted at.
-        out: Where to.
+        out: Where to; standard output when None.
+
+    Attributes:
+        text: What has been written.
     """
 
-    def __init__(self, engine: Engine, trace: bool, out: TextIO = sys.stdout) -> None:
-        self._trace = trace
-        self._out = out
-        self._detokenizer = Detokenizer(engine.orchestrator.tokenizer)
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out or sys.stdout
+        self.text = ""
 
     def write(self, chunk: Chunk) -> None:
-        if not self._trace:
-            self._out.write(chunk.text)
-        for token, depth in zip(chunk.tokens, chunk.depths, strict=True) if self._trace else ():
-            self._out.write(paint(self._detokenizer.push(token), depth))
+        self.text += chunk.text
+        self._write_text(chunk)
         self._out.flush()
 
     def finish(self) -> None:
-        self._out.write("\n")
-        if self._trace:
-            shades = " ".join(paint(f"depth {d}", d) for d in range(1, len(_DEPTH_COLOURS) + 1))
-            self._out.write(f"[bonus, {shades}]\n")
-        self._out.flush()
+        """End the line."""
+        print(file=self._out, flush=True)
+
+    def _write_text(self, chunk: Chunk) -> None:
+        self._out.write(chunk.text)
 
 
-def paint(text: str, depth: int) -> str:
-    """Colour text by tree depth; depth 0 (bonus) stays plain."""
-    if not depth or not text:
-        return text
-    return f"\033[38;5;{_DEPTH_COLOURS[min(depth, len(_DEPTH_COLOURS)) - 1]}m{text}{_RESET}"
+class TracePrinter(Printer):
+    """Colours text by the depth at which its token was accepted, and ends with the count of each.
+
+    Args:
+        engine: Its tokenizer says which text is which token's.
+        out: Where to; standard output when None.
+    """
+
+    def __init__(self, engine: Engine, out: TextIO | None = None) -> None:
+        super().__init__(out)
+        self._colours = wants_colours(self._out)
+        self._detokenizer = Detokenizer(engine.orchestrator.tokenizer)
+        self._pieces: deque[tuple[int, int]] = deque()  # characters and depth of tokens whose text is not out yet
+        self._depth = 0
+        self._counts: Counter[int] = Counter()
+
+    def finish(self) -> None:
+        names = {depth: f"depth {depth}" if depth else "the target's own" for depth in sorted(self._counts)}
+        legend = ", ".join(f"{self._paint(name, depth)}: {self._counts[depth]}" for depth, name in names.items())
+        print(f"\n[tokens by origin: {legend or 'none'}]", file=self._out, flush=True)
+
+    def _write_text(self, chunk: Chunk) -> None:
+        for token, depth in zip(chunk.tokens, chunk.depths, strict=True):
+            self._counts[depth] += 1
+            self._pieces.append((len(self._detokenizer.push(token)), depth))
+        # The chunk's text decides what is written: it lags behind its tokens, and ends before a stop string.
+        text = chunk.text
+        while text and self._pieces:
+            length, self._depth = self._pieces.popleft()
+            self._out.write(self._paint(text[:length], self._depth))
+            if length > len(text):
+                self._pieces.appendleft((length - len(text), self._depth))
+            text = text[length:]
+        self._out.write(self._paint(text, self._depth))
+
+    def _paint(self, text: str, depth: int) -> str:
+        if not self._colours or not depth or not text:
+            return text
+        return f"\033[38;5;{_DEPTH_COLOURS[min(depth, len(_DEPTH_COLOURS)) - 1]}m{text}{_RESET}"
+
+
+def make_printer(engine: Engine, trace: bool) -> Printer:
+    return TracePrinter(engine) if trace else Printer()
+
+
+def wants_colours(out: TextIO) -> bool:
+    """Colours on a terminal; NO_COLOR and FORCE_COLOR (not empty) decide otherwise."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or out.isatty()

@@ -1,0 +1,82 @@
+"""``aerie chat``: a conversation, turn by turn."""
+
+import argparse
+import sys
+from typing import Any
+
+from services.cli.interrupts import raise_on_interrupt
+from services.cli.options import check_template, load_engine, request_options
+from services.cli.report import UsageError, complain
+from services.cli.terminal import Printer, make_printer
+from services.embedded import Engine
+from services.orchestrator.generation import Done
+from services.speculation.errors import AerieError
+
+HELP = "/exit or end of input leaves, /reset forgets the conversation, /help says this; Ctrl-C stops an answer."
+
+
+def chat(options: argparse.Namespace) -> int:
+    """Answer line by line until ``/exit`` or the end of input; Ctrl-C stops an answer, or leaves at the prompt."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed")
+    common = request_options(options)
+    with load_engine(options) as engine:
+        check_template(engine, "aerie chat needs one")
+        on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if on_terminal:
+            drafters = ", ".join(host.info.name for host in engine.drafters) or "none"
+            print(f"aerie chat: target {engine.info.name}, drafter {drafters}. {HELP}", flush=True)
+        messages: list[dict[str, str]] = []
+        while (turn := _read_turn(on_terminal)) is not None:
+            match turn.strip():
+                case "":
+                    pass
+                case "/exit":
+                    return 0
+                case "/reset":
+                    messages.clear()
+                case "/help":
+                    print(HELP, flush=True)
+                case _:
+                    _answer(engine, messages, turn, common, make_printer(engine, options.trace))
+    return 0
+
+
+def _read_turn(on_terminal: bool) -> str | None:
+    """The next line that is text; None at the end."""
+    while True:
+        try:
+            with raise_on_interrupt():
+                if on_terminal:
+                    return input("> ")
+                line = sys.stdin.buffer.readline()
+                return line.decode().rstrip("\r\n") if line else None
+        except UnicodeDecodeError:
+            complain("that line is not UTF-8; it was ignored")
+        except (EOFError, KeyboardInterrupt):
+            print(flush=True)
+            return None
+
+
+def _answer(
+    engine: Engine, messages: list[dict[str, str]], turn: str, common: dict[str, Any], printer: Printer
+) -> None:
+    """Stream the answer and remember both; a turn that got no text at all is forgotten."""
+    messages.append({"role": "user", "content": turn})
+    try:
+        tokens = engine.chat_tokens(messages)
+        with raise_on_interrupt():
+            for item in engine.stream(tokens, **common):
+                if not isinstance(item, Done):
+                    printer.write(item)
+        printer.finish()
+    except KeyboardInterrupt:
+        print("\n[stopped]", flush=True)
+        if not printer.text:
+            messages.pop()
+            return
+    except AerieError as error:
+        complain(str(error))
+        messages.pop()
+        return
+    messages.append({"role": "assistant", "content": printer.text})
