@@ -18,7 +18,11 @@ Logits = NDArray[np.float32]
 
 MIN_TEMPERATURE = 1e-5
 """Below it logits divided by the temperature leave float32; 0 is greedy."""
+MAX_TEMPERATURE = 1e9
 MAX_BIAS = 1e9
+"""Of a bias, and of a presence or frequency penalty, either sign."""
+MAX_REPETITION = 1e9
+"""Of a repetition penalty; its inverse is the least. Within all these limits no score leaves float32."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,18 @@ class Sampler:
     def __post_init__(self) -> None:
         checks = (
             (
-                self.temperature == 0 or (self.temperature >= MIN_TEMPERATURE and math.isfinite(self.temperature)),
-                f"temperature must be 0 or at least {MIN_TEMPERATURE}",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+                f"temperature must be 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
             ),
             (self.top_k >= 0, "top_k must be 0 or more"),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
             (0 <= self.min_p < 1, "min_p must be in [0, 1)"),
-            (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty), "repetition_penalty must be > 0"),
-            (math.isfinite(self.presence_penalty), "presence_penalty must be finite"),
-            (math.isfinite(self.frequency_penalty), "frequency_penalty must be finite"),
+            (
+                1 / MAX_REPETITION <= self.repetition_penalty <= MAX_REPETITION,
+                f"repetition_penalty must be from {1 / MAX_REPETITION:g} to {MAX_REPETITION:g}",
+            ),
+            (abs(self.presence_penalty) <= MAX_BIAS, f"presence_penalty must be within ±{MAX_BIAS:g}"),
+            (abs(self.frequency_penalty) <= MAX_BIAS, f"frequency_penalty must be within ±{MAX_BIAS:g}"),
             (all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias), f"logit_bias must be within ±{MAX_BIAS:g}"),
         )
         for holds, message in checks:

@@ -164,6 +164,14 @@ def test_presence_and_frequency_ignore_the_prompt():
     "wrong",
     [
         {"temperature": -0.1},
+        {"temperature": 1e39},
+        {"temperature": 10**400},
+        {"repetition_penalty": 1e-50},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": math.nan},
+        {"presence_penalty": 1e39},
+        {"presence_penalty": -1e39},
+        {"frequency_penalty": 1e300},
         {"temperature": 1e-40},
         {"logit_bias": ((0, 1e39),)},
         {"temperature": math.inf},
@@ -185,6 +193,30 @@ def test_samplers_refuse_wrong_settings(wrong):
     with pytest.raises(AerieError) as refusal:
         Sampler(**wrong)
     assert refusal.value.reason is Reason.INVALID_ARGUMENT
+
+
+EXTREMES = [
+    {"temperature": 1e-5, "repetition_penalty": 1e9, "presence_penalty": 1e9, "frequency_penalty": 1e9},
+    {"temperature": 1e-5, "repetition_penalty": 1e-9, "presence_penalty": -1e9, "frequency_penalty": -1e9},
+    {"temperature": 1e9, "repetition_penalty": 1e9, "frequency_penalty": 1e9, "logit_bias": ((3, -1e9), (4, 1e9))},
+    {"temperature": 1e-5, "repetition_penalty": 1e-9, "logit_bias": ((3, 1e9),) * 100},
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_k": 10**14}, {"top_k": 3, "top_p": 1e-300}, {"min_p": 5e-324}, {"min_p": 0.1}]
+)
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_nothing_leaves_float32_within_the_limits(extreme, cuts):
+    """Prompt and output of a million tokens, logits of a wild model."""
+    sampler = Sampler(**extreme, **cuts)
+    counts = Counts(np.ones(VOCAB, np.bool_), np.full(VOCAB, 1_000_000, np.int32))
+    logits = random_logits(0) * np.float32(1e4)
+    assert np.isfinite(penalise(logits, sampler, counts)).all()
+    warped = warp(logits, sampler, counts)
+    assert not np.isnan(warped).any()
+    assert np.isfinite(warped.max())
 
 
 @pytest.mark.parametrize("token", [-1, 10])
