@@ -1,6 +1,7 @@
 """Errors that cross a port: a documented reason and one sentence for a person."""
 
 from enum import StrEnum
+from numbers import Integral
 
 
 class Reason(StrEnum):
@@ -22,6 +23,7 @@ class Reason(StrEnum):
     FEATURE_GAP = "FEATURE_GAP"
     SESSION_UNKNOWN = "SESSION_UNKNOWN"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    ENGINE_CLOSED = "ENGINE_CLOSED"
     INTERNAL = "INTERNAL"
 
 
@@ -40,3 +42,19 @@ class AerieError(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
+
+
+def is_integer(value: object) -> bool:
+    """Python's and NumPy's integers; a bool counts nothing."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_integers(**named: object) -> None:
+    """Refuse values that are not integers.
+
+    Raises:
+        AerieError: INVALID_ARGUMENT, with the first one's name.
+    """
+    for name, value in named.items():
+        if not is_integer(value):
+            raise AerieError(Reason.INVALID_ARGUMENT, f"{name} must be an integer, not {value!r}")

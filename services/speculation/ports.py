@@ -11,17 +11,26 @@ In = TypeVar("In", covariant=True)
 class Stream(Protocol, Generic[Out, In]):
     """One session's life on one service. Its end, however it comes, releases the lease."""
 
-    async def send(self, message: Out) -> None: ...
+    async def send(self, message: Out) -> None:
+        """Queue a message.
+
+        Raises:
+            ConnectionError: The service is gone, or the stream is closed.
+            AerieError: RESOURCE_EXHAUSTED, the service does not keep up.
+        """
+        ...
 
     async def receive(self) -> In:
         """The next message.
 
         Raises:
-            ConnectionError: The service or the stream is gone.
+            ConnectionError: The service is gone, or the stream is closed.
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the stream, also that of a dead service; a second time changes nothing."""
+        ...
 
 
 class VerifierPort(Protocol):

@@ -7,7 +7,7 @@ messages to send and things to tell the client. No clock, no model: every schedu
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from services.speculation.errors import Reason
+from services.speculation.errors import AerieError, Reason
 from services.speculation.growth import Budget
 from services.speculation.messages import (
     Draft,
@@ -27,7 +27,7 @@ from services.speculation.messages import (
     Verdict,
     Verify,
 )
-from services.speculation.trees import DraftTree, clip_depth
+from services.speculation.trees import DraftTree, check_tree, clip_depth
 
 Phase = Literal["prefilling", "drafting", "verifying", "finished"]
 
@@ -175,6 +175,10 @@ def apply(state: State, event: Event) -> Step:
             observe = Observe(state.open.session, state.open.epoch, event.features, event.tokens)
             return state, ((ToDrafterEffect(observe),) if state.drafting else ())
         case Drafted() if state.phase == "drafting" and _is_current(state, event):
+            try:
+                check_tree(event.tree)
+            except AerieError as error:
+                return _lose_drafter(state, f"the drafter's tree is none: {error.message}")
             return _verify(state, event.tree)
         case NeedFeatures() if state.phase == "drafting" and _is_current(state, event):
             return _lose_drafter(state, f"the drafter lacks features of positions {event.ranges}")

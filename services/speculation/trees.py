@@ -50,6 +50,18 @@ class DraftTree:
         return len(self.tokens)
 
 
+def check_tree(tree: DraftTree) -> None:
+    """Refuse what did not pass ``DraftTree.build``: a tree that came from elsewhere is never trusted.
+
+    Raises:
+        AerieError: INVALID_TREE.
+    """
+    arrays = [getattr(tree, name, None) for name in ("tokens", "parents", "log_probs")]
+    if [getattr(array, "dtype", None) for array in arrays] != [np.int32, np.int32, np.float32]:
+        raise AerieError(Reason.INVALID_TREE, "tokens and parents must be int32 arrays, log_probs float32")
+    DraftTree.build(tree.tokens, tree.parents, tree.log_probs)
+
+
 def node_depths(parents: IntArray) -> IntArray:
     """Depth of each node, the root's is 0. [n] -> [n]."""
     depths = np.zeros(len(parents), np.int32)

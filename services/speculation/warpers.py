@@ -6,12 +6,13 @@ top-k, top-p, min-p. Ties at a cut keep the smaller id; top-p keeps the token th
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.speculation.errors import AerieError, Reason
+from services.speculation.errors import AerieError, Reason, check_integers, is_integer
 
 Logits = NDArray[np.float32]
 
@@ -50,6 +51,7 @@ class Sampler:
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
 
     def __post_init__(self) -> None:
+        self._check_types()
         checks = (
             (
                 self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
@@ -69,6 +71,17 @@ class Sampler:
         for holds, message in checks:
             if not holds:
                 raise AerieError(Reason.INVALID_ARGUMENT, message)
+
+    def _check_types(self) -> None:
+        check_integers(top_k=self.top_k)
+        for number in fields(self)[:-1]:
+            value = getattr(self, number.name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise AerieError(Reason.INVALID_ARGUMENT, f"{number.name} must be a number, not {value!r}")
+        bias = self.logit_bias
+        pairs = isinstance(bias, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in bias)
+        if not pairs or not all(is_integer(token) and isinstance(value, Real) for token, value in bias):
+            raise AerieError(Reason.INVALID_ARGUMENT, "logit_bias must be a tuple of (token id, bias) pairs")
 
     @property
     def greedy(self) -> bool:
