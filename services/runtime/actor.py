@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,13 @@ class ActorStopped(ConnectionError):
     """The actor has stopped or failed."""
 
 
+def log_incident(log: logging.Logger, what: str, error: BaseException) -> str:
+    """Log a failure of ours under a number; returns "incident <number>", all that may leave the process."""
+    incident = f"incident {uuid.uuid4().hex[:8]}"
+    log.error("%s, %s", what, incident, exc_info=error)
+    return incident
+
+
 class Actor(Generic[M]):
     """A task that handles one message at a time.
 
@@ -30,7 +38,8 @@ class Actor(Generic[M]):
 
     def __init__(self, name: str, capacity: int = 1024) -> None:
         self.name = name
-        self._mailbox: asyncio.Queue[M] = asyncio.Queue(capacity)
+        self._capacity = capacity
+        self._mailbox: asyncio.Queue[M] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._draining = False
 
@@ -46,11 +55,20 @@ class Actor(Generic[M]):
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=self.name)
 
-    def on_stop(self, callback: Callable[[], None]) -> None:
-        """Call back once the actor has stopped, for whatever reason."""
-        if self._task is None:
+    def on_stop(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back once the actor has stopped, for whatever reason. Calling what is returned takes that back."""
+        task = self._task
+        if task is None:
             raise ActorStopped(f"{self.name} has not started")
-        self._task.add_done_callback(lambda _: callback())
+
+        def stopped(_: object) -> None:
+            callback()
+
+        def unsubscribe() -> None:
+            task.remove_done_callback(stopped)
+
+        task.add_done_callback(stopped)
+        return unsubscribe
 
     @property
     def alive(self) -> bool:
@@ -63,12 +81,19 @@ class Actor(Generic[M]):
             MailboxFull: ``capacity`` messages wait already.
             ActorStopped: The actor does not run, or drains.
         """
+        if self.alive and not self._draining and self._mailbox.qsize() >= self._capacity:
+            raise MailboxFull(f"{self.name} has {self._capacity} messages waiting")
+        self.post(message)
+
+    def post(self, message: M) -> None:
+        """``tell`` whatever the capacity: for the end of a stream and the like, which must never be lost.
+
+        Raises:
+            ActorStopped: The actor does not run, or drains.
+        """
         if not self.alive or self._draining:
             raise ActorStopped(f"{self.name} has stopped")
-        try:
-            self._mailbox.put_nowait(message)
-        except asyncio.QueueFull:
-            raise MailboxFull(f"{self.name} has {self._mailbox.maxsize} messages waiting") from None
+        self._mailbox.put_nowait(message)
 
     async def ask(self, make: Callable[["asyncio.Future[Any]"], M], deadline: float | None = None) -> Any:
         """Tell ``make(reply)`` and wait for the reply.
