@@ -1,9 +1,10 @@
 """The actor that owns the drafters of one process: observes, drafts, forgets."""
 
 import asyncio
+import contextlib
 import logging
 import time
-import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from services.drafter.compiled import CompiledDrafting
 from services.drafter.family import DraftModel
 from services.drafter.growth import grow
 from services.drafter.session import DraftSession
-from services.runtime.actor import Actor
+from services.runtime.actor import Actor, log_incident
 from services.runtime.device import DeviceThread, Priority
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
@@ -34,11 +35,13 @@ log = logging.getLogger(__name__)
 Reply = Callable[[FromDrafter], None]
 _SLICE_ROWS = 64
 """Observed rows that are worth a slice of their own; fewer are read together with the next draft."""
+HANG_SECONDS = 30.0
+"""A job that holds the device longer is a fault: the drafter is given up."""
 
 
 @dataclass(frozen=True, eq=False)
 class FromClient:
-    """A message of one stream; ``reply`` delivers answers to it."""
+    """A message of one stream; ``reply`` delivers answers to it and is the stream's identity."""
 
     message: ToDrafter
     reply: Reply
@@ -46,19 +49,35 @@ class FromClient:
 
 @dataclass(frozen=True)
 class Closed:
-    """A stream has ended."""
+    """The stream that ``reply`` answers to has ended. Another stream of the same session lives on."""
 
     session: str
-    epoch: int
+    reply: Reply
 
 
 @dataclass(eq=False)
 class _Hosted:
+    """One session. What is below ``closed`` belongs to the device thread; ``queued`` is shared."""
+
     epoch: int
-    state: DraftSession
-    queued: list[Observe] = field(default_factory=list)
+    reply: Reply
+    queued: deque[Observe] = field(default_factory=deque)
+    slices: int = 0  # long observes that are not read yet
+    waiting: Draft | None = None  # asked for meanwhile
+    round: int = 0  # the newest that a draft was asked for
+    closed: bool = False
+    state: DraftSession | None = None
     pending: int = -1  # token after the last observed row: the root of the next tree
     seconds: float = 0.0  # spent on rows since the last tree
+
+    @property
+    def rows(self) -> int:
+        return self.state.length if self.state else 0
+
+    @property
+    def expected(self) -> tuple[int, int, int]:
+        """Epoch, newest round and base length of a draft that could be answered now."""
+        return self.epoch, self.round, self.rows + 1
 
 
 class DrafterHost(Actor[FromClient | Closed]):
@@ -73,85 +92,151 @@ class DrafterHost(Actor[FromClient | Closed]):
     def __init__(self, model: DraftModel, device: DeviceThread, compiled: CompiledDrafting | None = None) -> None:
         super().__init__(f"drafter {model.info.name}")
         self.sessions: dict[str, _Hosted] = {}
+        self.hung = False
         self._model = model
         self._observe_rows = compiled.observe if compiled else model.observe
         self._grow = compiled.grow if compiled else partial(grow, model)
         self._device = device
+        self._busy_since: float | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     @property
     def info(self) -> DrafterInfo:
         return self._model.info
 
+    async def started(self) -> None:
+        self._watcher = asyncio.create_task(self._watch(), name=f"{self.name}-watch")
+
+    async def stopped(self) -> None:
+        if self._watcher:
+            self._watcher.cancel()
+        for session in list(self.sessions):
+            self._forget(session)
+
     async def handle(self, message: FromClient | Closed) -> None:
         if isinstance(message, Closed):
             hosted = self.sessions.get(message.session)
-            if hosted and hosted.epoch == message.epoch:
-                del self.sessions[message.session]
+            if hosted and hosted.reply == message.reply:
+                self._forget(message.session)
             return
         try:
             self._accept(message)
         except AerieError as error:
-            message.reply(PortError(message.message.session, error.reason, error.message))
+            message.reply(self._refusal(message.message.session, error))
+
+    async def on_error(self, message: FromClient | Closed, error: Exception) -> None:
+        """A message that trips us fails its own session, not the service."""
+        incident = log_incident(log, f"{type(message).__name__} failed", error)
+        if isinstance(message, FromClient):
+            message.reply(PortError(getattr(message.message, "session", ""), Reason.INTERNAL, incident))
+
+    async def _watch(self) -> None:
+        """Stop when a job hangs: its sessions then lose their drafter, and later ones do not find it."""
+        while not self.hung:
+            await asyncio.sleep(HANG_SECONDS / 8)
+            since = self._busy_since
+            self.hung = since is not None and time.monotonic() - since > HANG_SECONDS
+        log.error("%s has held the device for %g s: it is given up", self.name, HANG_SECONDS)
+        await self.stop()
 
     def _accept(self, envelope: FromClient) -> None:
         message = envelope.message
+        older = self.sessions.get(message.session)
         if isinstance(message, OpenDraft):
-            older = self.sessions.get(message.session)
             if older and message.epoch <= older.epoch:
                 raise AerieError(Reason.STALE_ROUND, f"session {message.session} lives with epoch {older.epoch}")
-            self.sessions[message.session] = _Hosted(message.epoch, self._model.new_session())
+            if older:
+                self._forget(message.session)
+            self.sessions[message.session] = _Hosted(message.epoch, envelope.reply)
             return
-        hosted = self.sessions.get(message.session)
-        if hosted is None or hosted.epoch != message.epoch:
+        if older is None or (older.epoch, older.reply) != (message.epoch, envelope.reply):
             raise AerieError(Reason.SESSION_UNKNOWN, f"no session {message.session} with epoch {message.epoch}")
         match message:
             case Observe():
-                hosted.queued.append(message)
+                older.queued.append(message)
                 if len(message.tokens) >= _SLICE_ROWS:
-                    self._submit(envelope, lambda: self._observe(hosted), Priority.SLICE)
+                    older.slices += 1
+                    self._submit(older, message.session, lambda: self._observe_slice(older), Priority.SLICE)
             case Draft() as draft:
-                self._submit(envelope, lambda: self._draft(hosted, draft), Priority.DRAFT)
+                older.round = max(older.round, draft.round)
+                if older.slices:
+                    # In the class of drafts it would drag a long prompt past the verifier's work.
+                    older.waiting = draft
+                else:
+                    self._submit(older, message.session, lambda: self._draft(older, draft), Priority.DRAFT)
 
-    def _submit(self, envelope: FromClient, job: Callable[[], FromDrafter | None], priority: Priority) -> None:
-        """Queue a job for the device; its answer goes to the stream from the event loop."""
+    def _forget(self, session: str) -> None:
+        self.sessions.pop(session).closed = True
+
+    def _refusal(self, session: str, error: AerieError) -> PortError:
+        hosted = self.sessions.get(session)
+        expected = hosted.expected if hosted and error.reason is Reason.STALE_ROUND else None
+        return PortError(session, error.reason, error.message, expected)
+
+    def _submit(self, hosted: _Hosted, session: str, job: Callable[[], FromDrafter | None], priority: Priority) -> None:
+        """Queue a job for the device; its answer is delivered by the event loop."""
         loop = asyncio.get_running_loop()
 
         def guarded() -> None:
+            if hosted.closed:
+                return
+            self._busy_since = time.monotonic()
             try:
                 answer = job()
             except AerieError as error:
-                answer = PortError(envelope.message.session, error.reason, error.message)
-            except Exception:
-                incident = uuid.uuid4().hex[:8]
-                log.exception("draft failed, incident %s", incident)
-                answer = PortError(envelope.message.session, Reason.INTERNAL, f"incident {incident}")
-            if answer is not None:
-                loop.call_soon_threadsafe(envelope.reply, answer)
+                answer = self._refusal(session, error)
+            except BaseException as error:  # whatever a drafter raises: somebody waits for an answer
+                answer = PortError(session, Reason.INTERNAL, log_incident(log, f"{self.name} failed", error))
+            self._busy_since = None
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+                loop.call_soon_threadsafe(self._done, hosted, session, answer, priority)
 
         self._device.submit(guarded, priority)
 
-    def _observe(self, hosted: _Hosted) -> None:
-        """On the device thread: read all queued rows, in order."""
+    def _done(self, hosted: _Hosted, session: str, answer: FromDrafter | None, priority: Priority) -> None:
+        if hosted.closed:
+            return
+        if priority is Priority.SLICE:
+            hosted.slices -= 1
+            draft = hosted.waiting
+            if draft and not hosted.slices:
+                hosted.waiting = None
+                if answer is None:  # else the failure answers the draft, too
+                    self._submit(hosted, session, lambda: self._draft(hosted, draft), Priority.DRAFT)
+        if answer is not None:
+            hosted.reply(answer)
+
+    def _observe_slice(self, hosted: _Hosted) -> None:
+        """On the device thread: read up to the next long observe."""
+        while hosted.queued:
+            if len(self._observe_next(hosted).tokens) >= _SLICE_ROWS:
+                return
+
+    def _observe_next(self, hosted: _Hosted) -> Observe:
         start = time.perf_counter()
-        queued, hosted.queued = hosted.queued, []
-        for observe in queued:
-            self._observe_rows(hosted.state, np.asarray(observe.tokens, np.int32), observe.features)
-            if observe.tokens:
-                hosted.pending = observe.tokens[-1]
+        observe = hosted.queued.popleft()
+        self._observe_rows(self._state(hosted), np.asarray(observe.tokens, np.int32), observe.features)
+        if observe.tokens:
+            hosted.pending = observe.tokens[-1]
         hosted.seconds += time.perf_counter() - start
+        return observe
+
+    def _state(self, hosted: _Hosted) -> DraftSession:
+        """Made by the first job: whatever runs the model is guarded, on the device thread."""
+        if hosted.state is None:
+            hosted.state = self._model.new_session()
+        return hosted.state
 
     def _draft(self, hosted: _Hosted, draft: Draft) -> FromDrafter:
         """On the device thread: catch up, then grow a tree for the newest round."""
-        self._observe(hosted)
+        while hosted.queued:
+            self._observe_next(hosted)
         start = time.perf_counter()
-        rows = draft.base_len - 1
-        if hosted.state.length > rows:
-            raise AerieError(
-                Reason.STALE_ROUND, f"a draft after {rows} rows, but {hosted.state.length} have been observed"
-            )
-        if hosted.state.length < rows:
-            missing = ((hosted.state.length, rows),)
-            return NeedFeatures(draft.session, draft.epoch, draft.round, missing)
-        tree = self._grow(hosted.state, hosted.pending, draft.budget)
+        state, rows = self._state(hosted), draft.base_len - 1
+        if state.length > rows:
+            raise AerieError(Reason.STALE_ROUND, f"a draft after {rows} rows, but {state.length} have been observed")
+        if state.length < rows:
+            return NeedFeatures(draft.session, draft.epoch, draft.round, ((state.length, rows),))
+        tree = self._grow(state, hosted.pending, draft.budget)
         seconds, hosted.seconds = hosted.seconds + time.perf_counter() - start, 0.0
         return Drafted(draft.session, draft.epoch, draft.round, draft.base_len, tree, seconds)

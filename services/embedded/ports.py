@@ -1,11 +1,13 @@
 """Local ports: streams that tell actors of the same process."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 from services.drafter import host as drafter_host
 from services.drafter.host import DrafterHost
-from services.runtime.actor import ActorStopped
+from services.runtime.actor import ActorStopped, MailboxFull
+from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
     DrafterInfo,
     FromDrafter,
@@ -27,24 +29,38 @@ class _LocalStream:
         self._host: Any = host
         self._service = service
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._lease: tuple[str, int] | None = None
-        host.on_stop(lambda: self._inbox.put_nowait(None))
+        self._reply = self._inbox.put_nowait
+        self._sessions: set[str] = set()
+        self._closed = False
+        self._unsubscribe = host.on_stop(self._end)
 
     async def send(self, message: Any) -> None:
+        if self._closed:
+            raise ActorStopped("the stream is closed")
         if isinstance(message, Open | OpenDraft):
-            self._lease = (message.session, message.epoch)
-        self._host.tell(self._service.FromClient(message, self._inbox.put_nowait))
+            self._sessions.add(message.session)
+        try:
+            self._host.tell(self._service.FromClient(message, self._reply))
+        except MailboxFull as error:
+            raise AerieError(Reason.RESOURCE_EXHAUSTED, str(error)) from None
 
     async def receive(self) -> Any:
         message = await self._inbox.get()
         if message is None:
-            raise ActorStopped(f"{self._host.name} has stopped")
+            self._end()  # for whoever asks again
+            raise ActorStopped("the stream is closed" if self._closed else f"{self._host.name} has stopped")
         return message
 
     async def close(self) -> None:
-        if self._lease:
-            self._host.tell(self._service.Closed(*self._lease))
-            self._lease = None
+        self._closed = True
+        self._unsubscribe()
+        with contextlib.suppress(ActorStopped):
+            while self._sessions:
+                self._host.post(self._service.Closed(self._sessions.pop(), self._reply))
+        self._end()
+
+    def _end(self) -> None:
+        self._reply(None)
 
 
 class LocalVerifierStream(_LocalStream):

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-import uuid
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from services.runtime.actor import Actor
+from services.runtime.actor import Actor, log_incident
 from services.runtime.bus import MemoryBus
 from services.runtime.device import DeviceThread, Priority
 from services.speculation.errors import AerieError, Reason
@@ -24,7 +24,6 @@ from services.speculation.messages import (
     PortError,
     Prefilled,
     Tap,
-    TokenLogProbs,
     ToVerifier,
     Truncate,
     Verdict,
@@ -34,6 +33,7 @@ from services.speculation.walk import walk
 from services.targets.features import to_numpy
 from services.targets.ragged import SessionRows
 from services.targets.target import Target
+from services.verifier.judge import Judge
 from services.verifier.kv import KVBudget
 from services.verifier.sessions import (
     Reply,
@@ -41,6 +41,7 @@ from services.verifier.sessions import (
     check_open,
     check_truncate,
     check_verify,
+    expected_after,
     open_session,
 )
 
@@ -52,7 +53,7 @@ PREFILL_ROWS = 512
 
 @dataclass(frozen=True, eq=False)
 class FromClient:
-    """A message of one stream; ``reply`` delivers answers to it."""
+    """A message of one stream; ``reply`` delivers answers to it and is the stream's identity."""
 
     message: ToVerifier
     reply: Reply
@@ -60,10 +61,10 @@ class FromClient:
 
 @dataclass(frozen=True)
 class Closed:
-    """A stream has ended."""
+    """The stream that ``reply`` answers to has ended. Another stream of the same session lives on."""
 
     session: str
-    epoch: int
+    reply: Reply
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,7 @@ class VerifierHost(Actor[FromClient | Closed]):
         self.sessions: dict[str, VerifierSession] = {}
         self.batches = 0
         self.batched_rows = 0
+        self.blocked: str | None = None  # why nothing can run now
         self._target = target
         self._device = device
         self._bus = bus or MemoryBus()
@@ -105,7 +107,9 @@ class VerifierHost(Actor[FromClient | Closed]):
 
     async def handle(self, message: FromClient | Closed) -> None:
         if isinstance(message, Closed):
-            self._close(message)
+            session = self.sessions.get(message.session)
+            if session and session.reply == message.reply:
+                self._close(session)
             return
         try:
             await self._accept(message)
@@ -114,10 +118,16 @@ class VerifierHost(Actor[FromClient | Closed]):
 
     async def on_error(self, message: FromClient | Closed, error: Exception) -> None:
         """A message that trips us fails its own session, not the service."""
-        if isinstance(message, Closed):
-            raise error
-        session = message.message.session
-        message.reply(_incident(session, error))
+        incident = log_incident(log, f"{type(message).__name__} failed", error)
+        if isinstance(message, FromClient):
+            session = getattr(message.message, "session", "")
+            message.reply(PortError(session, Reason.INTERNAL, incident))
+
+    def fail_sessions(self, message: str) -> None:
+        """End every session with an error; new ones may open."""
+        for session in list(self.sessions.values()):
+            self._close(session)
+            session.reply(PortError(session.request.session, Reason.INTERNAL, message))
 
     async def stopped(self) -> None:
         if self._pumping:
@@ -128,40 +138,50 @@ class VerifierHost(Actor[FromClient | Closed]):
             case Open() as request:
                 self._open(request, envelope.reply)
             case Verify() as verify:
-                session = self._session(verify.session)
+                session = self._session(verify.session, envelope.reply)
                 if self._repeat(session, verify):
                     return
                 check_verify(session, verify, self.info)
                 session.in_flight = verify
                 self._queue(_Work(session, verify))
             case Truncate() as cut:
-                session = self._session(cut.session)
+                session = self._session(cut.session, envelope.reply)
                 check_truncate(session, cut)
                 if session.in_flight:
-                    session.cut = cut.length
+                    session.cut = min(cut.length, session.cut or cut.length)
                 else:
                     session.truncate(cut.length)
 
     def _open(self, request: Open, reply: Reply) -> None:
         check_open(request, self.info)
+        if self.blocked:
+            raise AerieError(Reason.RESOURCE_EXHAUSTED, self.blocked)
         if older := self.sessions.get(request.session):
             if request.epoch <= older.request.epoch:
                 raise AerieError(
                     Reason.STALE_ROUND, f"session {request.session} lives with epoch {older.request.epoch}"
                 )
-            older.reply(PortError(request.session, Reason.STALE_ROUND, f"epoch {request.epoch} took over"))
-            self._close(Closed(request.session, older.request.epoch))
+            taken = f"epoch {request.epoch} took over"
+            older.reply(PortError(request.session, Reason.STALE_ROUND, taken, expected_after(request)))
+            self._close(older)
         limit = min(request.prompt_len + request.max_tokens, self.info.context_length)
         lease = self.budget.lease(limit + self.info.max_tree_nodes)
-        session = open_session(request, self.info, self._target.new_kv(), lease, reply)
+        try:
+            session = open_session(request, self.info, self._target.new_kv(), lease, reply)
+        except BaseException:
+            self.budget.release(lease)
+            raise
         self.sessions[request.session] = session
         self._bus.publish("session.opened", session=request.session, tokens=len(request.tokens))
         self._queue(_Work(session, None))
 
-    def _session(self, name: str) -> VerifierSession:
-        if name not in self.sessions:
+    def _session(self, name: str, reply: Reply) -> VerifierSession:
+        session = self.sessions.get(name)
+        if session is None:
             raise AerieError(Reason.SESSION_UNKNOWN, f"no session {name}")
-        return self.sessions[name]
+        if session.reply != reply:
+            raise AerieError(Reason.STALE_ROUND, f"another stream leads session {name}")
+        return session
 
     def _repeat(self, session: VerifierSession, verify: Verify) -> bool:
         """Answer the last committed round again, from memory, whatever tree it carries.
@@ -184,14 +204,12 @@ class VerifierHost(Actor[FromClient | Closed]):
             expected = session.expected
         envelope.reply(PortError(message.session, error.reason, error.message, expected))
 
-    def _close(self, closed: Closed) -> None:
-        session = self.sessions.get(closed.session)
-        if session is None or session.request.epoch != closed.epoch:
-            return
-        del self.sessions[closed.session]
+    def _close(self, session: VerifierSession) -> None:
+        name = session.request.session
+        del self.sessions[name]
         session.closed = True
         self.budget.release(session.lease)
-        self._bus.publish("session.closed", session=closed.session, tokens=len(session.tokens))
+        self._bus.publish("session.closed", session=name, tokens=len(session.tokens))
 
     def _queue(self, work: _Work) -> None:
         self._ready.append(work)
@@ -202,21 +220,27 @@ class VerifierHost(Actor[FromClient | Closed]):
         """Run batches while there is work. A batch is formed when the device gets to it, not before."""
         while self._ready:
             urgent = any(work.verify for work in self._ready)
-            deliveries = await self._device.run(self._step, Priority.VERIFY if urgent else Priority.SLICE)
-            for session, message in deliveries:
-                session.settle()
-                if not session.closed:
-                    session.reply(message)
+            try:
+                deliveries = await self._device.run(self._step, Priority.VERIFY if urgent else Priority.SLICE)
+                for session, message in deliveries:
+                    self._deliver(session, message)
+            except Exception as error:
+                # Who lost work is not known. The next sessions find a host that goes on.
+                self.fail_sessions(log_incident(log, "a batch was lost", error))
+
+    def _deliver(self, session: VerifierSession, message: FromVerifier) -> None:
+        if session.closed:
+            return
+        if isinstance(message, PortError) and not session.sound:
+            self._close(session)
+        else:
+            session.settle()
+        session.reply(message)
 
     def _step(self) -> list[Delivery]:
         """On the device thread: take a batch, run it, walk and commit."""
         batch = self._take()
-        if not batch:
-            return []
-        try:
-            return self._run_batch(batch)
-        except Exception as error:
-            return [(work.session, _incident(work.session.request.session, error)) for work in batch]
+        return self._run_batch(batch) if batch else []
 
     def _take(self) -> list[_Work]:
         batch: list[_Work] = []
@@ -236,49 +260,58 @@ class VerifierHost(Actor[FromClient | Closed]):
 
     def _run_batch(self, batch: list[_Work]) -> list[Delivery]:
         start = time.perf_counter()
-        rows = [_rows_of(work) for work in batch]
+        try:
+            rows = [_rows_of(work) for work in batch]
+            choices, logits, taps = self._forward(batch, rows)
+        except BaseException as error:
+            if len(batch) == 1:
+                return [_failure(batch[0].session, error)]
+            # One session's rows may be at fault, and nothing has been committed: each runs alone.
+            return [delivery for work in batch for delivery in self._run_batch([work])]
+        deliveries: list[Delivery] = []
+        first_row = first_logit = 0
+        for work, r in zip(batch, rows, strict=True):
+            count = {"all": len(r.tokens), "last": 1, "none": 0}[r.logits]
+            own = logits[first_logit : first_logit + count] if logits is not None and count else None
+            judge = Judge(work.session, choices[first_logit : first_logit + count], own)
+            finish = _finish_verify if work.verify else self._finish_slice
+            try:
+                deliveries += finish(work, judge, _features(work.session, taps, first_row, len(r.tokens)), start)
+            except BaseException as error:
+                deliveries.append(_failure(work.session, error))
+            first_row, first_logit = first_row + len(r.tokens), first_logit + count
+        return deliveries
+
+    def _forward(
+        self, batch: list[_Work], rows: list[SessionRows]
+    ) -> tuple[NDArray[np.int32], mx.array | None, dict[Tap, NDArray[Any]]]:
+        """Argmax and logits of the rows that asked for them, taps of all; evaluated."""
         taps = frozenset(tap for work in batch for tap in work.session.request.taps)
         out = self._target.forward(rows, taps)
         best = None if out.logits is None else mx.argmax(out.logits, axis=-1)
         keep_logits = any(work.session.needs_logits and r.logits != "none" for work, r in zip(batch, rows, strict=True))
         mx.eval(*out.taps.values(), *([] if best is None else [best]), *([out.logits] if keep_logits else []))
         choices = np.zeros(0, np.int32) if best is None else np.array(best)
-        recorded = {tap: to_numpy(rows) for tap, rows in out.taps.items()}
+        recorded = {tap: to_numpy(array) for tap, array in out.taps.items()}
         self.batches += 1
         self.batched_rows += sum(len(r.tokens) for r in rows)
+        return choices, out.logits if keep_logits else None, recorded
 
-        deliveries: list[Delivery] = []
-        first_row = first_logit = 0
-        for work, r in zip(batch, rows, strict=True):
-            count = {"all": len(r.tokens), "last": 1, "none": 0}[r.logits]
-            logits = None
-            if out.logits is not None and work.session.needs_logits and count:
-                logits = out.logits[first_logit : first_logit + count]
-            judge = _Judge(work.session, choices[first_logit : first_logit + count], logits)
-            features = _features(work.session, recorded, first_row, len(r.tokens))
-            finish = _finish_verify if work.verify else self._finish_slice
-            try:
-                deliveries += finish(work, judge, features, start)
-            except Exception as error:
-                deliveries.append((work.session, _incident(work.session.request.session, error)))
-            first_row, first_logit = first_row + len(r.tokens), first_logit + count
-        return deliveries
-
-    def _finish_slice(self, work: _Work, judge: "_Judge", features: Features, start: float) -> list[Delivery]:
+    def _finish_slice(self, work: _Work, judge: Judge, features: Features, start: float) -> list[Delivery]:
         session, request = work.session, work.session.request
-        session.kv.commit(range(work.length))
-        mx.async_eval(session.kv.arrays())
-        done = session.kv.length
+        done = session.kv.length + work.length
+        following = tuple(session.tokens[features.base + 1 : done + 1])
         deliveries: list[Delivery] = []
         if done < len(session.tokens):
-            following = tuple(session.tokens[features.base + 1 : done + 1])
+            _commit(session, range(work.length))
             self._ready.append(_Work(session, None))
         else:
             token = judge.choose(0, done, ())
             log_probs = judge.log_probs((0,), (token,))
+            _commit(session, range(work.length))
             finish = session.commit_tokens((token,))
             session.prefilled = True
-            following = tuple(session.tokens[features.base + 1 :])
+            following = (*following, token)
             seconds = time.monotonic() - session.opened
             prefilled = Prefilled(request.session, request.epoch, token, finish, seconds, log_probs)
             deliveries = [(session, prefilled)]
@@ -287,7 +320,7 @@ class VerifierHost(Actor[FromClient | Closed]):
         return deliveries
 
 
-def _finish_verify(work: _Work, judge: "_Judge", features: Features, start: float) -> list[Delivery]:
+def _finish_verify(work: _Work, judge: Judge, features: Features, start: float) -> list[Delivery]:
     session, verify = work.session, work.verify
     assert verify is not None
     base, tree = len(session.tokens), verify.tree
@@ -298,9 +331,10 @@ def _finish_verify(work: _Work, judge: "_Judge", features: Features, start: floa
 
     accepted = walk(tree, choose, session.eos_ids)
     tokens = (*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus)
-    session.kv.commit(accepted.path)
-    mx.async_eval(session.kv.arrays())
+    # All that can fail comes before the commit, so that a failed round leaves the session as it was.
     log_probs = judge.log_probs(accepted.path, tokens)
+    features = replace(features, rows={tap: r[list(accepted.path)] for tap, r in features.rows.items()})
+    _commit(session, accepted.path)
     verdict = Verdict(
         session=verify.session,
         epoch=verify.epoch,
@@ -309,7 +343,7 @@ def _finish_verify(work: _Work, judge: "_Judge", features: Features, start: floa
         path=accepted.path,
         tokens=tokens,
         finish=session.commit_tokens(tokens),
-        features=replace(features, rows={tap: r[list(accepted.path)] for tap, r in features.rows.items()}),
+        features=features,
         seconds=time.perf_counter() - start,
         log_probs=log_probs,
     )
@@ -318,40 +352,15 @@ def _finish_verify(work: _Work, judge: "_Judge", features: Features, start: floa
     return [(session, verdict)]
 
 
-class _Judge:
-    """The target's choice at the rows of one session.
-
-    Args:
-        session: Whose sampler and counts apply.
-        best: [rows] argmax of the raw logits.
-        logits: [rows, V] raw logits, or None when the argmax decides.
-    """
-
-    def __init__(
-        self, session: VerifierSession, best: "np.ndarray[tuple[int], np.dtype[np.int32]]", logits: mx.array | None
-    ) -> None:
-        self._session, self._best, self._logits = session, best, logits
-
-    def choose(self, row: int, position: int, path_tokens: tuple[int, ...]) -> int:
-        if self._session.request.sampler.plain_argmax:
-            return int(self._best[row])
-        return self._session.choose(self._row(row), position, path_tokens)
-
-    def log_probs(self, rows: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[TokenLogProbs, ...]:
-        if self._session.request.top_logprobs is None:
-            return ()
-        return tuple(self._session.log_probs(self._row(r), t) for r, t in zip(rows, tokens, strict=True))
-
-    def _row(self, row: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-        assert self._logits is not None
-        return np.array(self._logits[row].astype(mx.float32))
+def _commit(session: VerifierSession, path: Sequence[int]) -> None:
+    session.kv.commit(path)
+    mx.async_eval(session.kv.arrays())
 
 
-def _incident(session: str, error: Exception) -> PortError:
+def _failure(session: VerifierSession, error: BaseException) -> Delivery:
     """What a client learns of a failure of ours: a number to find it by in the log."""
-    incident = uuid.uuid4().hex[:8]
-    log.error("session %s failed, incident %s", session, incident, exc_info=error)
-    return PortError(session, Reason.INTERNAL, f"incident {incident}")
+    name = session.request.session
+    return session, PortError(name, Reason.INTERNAL, log_incident(log, f"session {name} failed", error))
 
 
 def _rows_of(work: _Work) -> SessionRows:

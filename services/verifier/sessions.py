@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.speculation import warpers
-from services.speculation.errors import AerieError, Reason
+from services.speculation.errors import AerieError, Reason, check_integers, is_integer
 from services.speculation.messages import (
     FinishReason,
     FromVerifier,
@@ -20,8 +20,8 @@ from services.speculation.messages import (
 )
 from services.speculation.noise import gumbel
 from services.speculation.session import token_limit
-from services.speculation.trees import node_depths
-from services.speculation.warpers import Counts
+from services.speculation.trees import check_tree, node_depths
+from services.speculation.warpers import Counts, Sampler
 from services.targets.kv_rows import KVRows
 
 Reply = Callable[[FromVerifier], None]
@@ -75,7 +75,21 @@ class VerifierSession:
         """Epoch, round and base length of the next round, or of the one in flight."""
         if self.in_flight:
             return self.in_flight.epoch, self.in_flight.round, self.in_flight.base_len
+        if not self.prefilled:
+            return expected_after(self.request)
         return self.request.epoch, self.round, len(self.tokens)
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """How the sequence has ended, if it has."""
+        if self.tokens[-1] in self.eos_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    @property
+    def sound(self) -> bool:
+        """Tokens and cache belong together. A failure between the two commits would make every later answer wrong."""
+        return self.prefilled and self.kv.length == len(self.tokens) - 1
 
     def settle(self) -> None:
         """The round in flight is over: do what waited for it."""
@@ -93,15 +107,15 @@ class VerifierSession:
 
     def commit_tokens(self, tokens: Sequence[int]) -> FinishReason | None:
         """Append emitted tokens; says whether the sequence ends with them."""
+        counts = self.counts.plus(tokens) if self.counts else None
         self.tokens.extend(tokens)
-        if self.counts:
-            self.counts = self.counts.plus(tokens)
-        if tokens[-1] in self.eos_ids:
-            return "stop"
-        return "length" if len(self.tokens) >= self.limit else None
+        self.counts = counts
+        return self.finish
 
     def truncate(self, length: int) -> None:
         """Cut the committed tokens, KV and counts to ``length``; ``check_truncate`` has passed."""
+        if self.last and length < self.last.base_len + len(self.last.tokens):
+            self.last = None  # it speaks of tokens that are gone
         del self.tokens[length:]
         self.kv.truncate(length - 1)
         if self.counts:
@@ -113,6 +127,11 @@ class VerifierSession:
         top = self.request.top_logprobs or 0
         best = np.argsort(-values, kind="stable")[:top]
         return TokenLogProbs(token, float(values[token]), tuple((int(i), float(values[i])) for i in best))
+
+
+def expected_after(request: Open) -> tuple[int, int, int]:
+    """Epoch, round and base length of the first round after an ``Open``."""
+    return request.epoch, 0, len(request.tokens) + 1
 
 
 def open_session(request: Open, info: TargetInfo, kv: KVRows, lease: int, reply: Reply) -> VerifierSession:
@@ -141,6 +160,7 @@ def check_open(request: Open, info: TargetInfo) -> None:
     Raises:
         AerieError: PROMPT_EMPTY, PROMPT_TOO_LONG or INVALID_ARGUMENT.
     """
+    _check_types(request)
     if not request.tokens or request.prompt_len < 1:
         raise AerieError(Reason.PROMPT_EMPTY, "the prompt has no tokens")
     if len(request.tokens) >= info.context_length:
@@ -162,6 +182,20 @@ def check_open(request: Open, info: TargetInfo) -> None:
     request.sampler.check_vocabulary(info.vocab_size)
 
 
+def _check_types(request: Open) -> None:
+    check_integers(epoch=request.epoch, prompt_len=request.prompt_len, max_tokens=request.max_tokens, seed=request.seed)
+    if request.top_logprobs is not None:
+        check_integers(top_logprobs=request.top_logprobs)
+    for name, values in (("prompt", request.tokens), ("eos_ids", request.eos_ids), ("taps", request.taps)):
+        if not isinstance(values, tuple):
+            raise AerieError(Reason.INVALID_ARGUMENT, f"{name} must be a tuple")
+        for value in values:
+            if not is_integer(value) and (name, value) != ("taps", "final"):
+                raise AerieError(Reason.INVALID_ARGUMENT, f"{name} has {value!r}, which is not an integer")
+    if not isinstance(request.sampler, Sampler):
+        raise AerieError(Reason.INVALID_ARGUMENT, f"sampler must be a Sampler, not {request.sampler!r}")
+
+
 def check_verify(session: VerifierSession, verify: Verify, info: TargetInfo) -> None:
     """Refuse a tree that is over a limit or not of this session's next round.
 
@@ -171,7 +205,10 @@ def check_verify(session: VerifierSession, verify: Verify, info: TargetInfo) -> 
     epoch, round_, committed = session.expected
     if not session.prefilled or session.in_flight or (verify.epoch, verify.round, verify.base_len) != session.expected:
         raise AerieError(Reason.STALE_ROUND, f"expected round {round_} of epoch {epoch} on {committed} tokens")
+    if session.finish:
+        raise AerieError(Reason.INVALID_TREE, f"the sequence has ended with {session.finish!r}: no tree continues it")
     tree = verify.tree
+    check_tree(tree)
     if tree.tokens[0] != session.tokens[-1]:
         raise AerieError(Reason.INVALID_TREE, f"the root is {tree.tokens[0]}, the pending token {session.tokens[-1]}")
     if len(tree) > info.max_tree_nodes:
@@ -189,6 +226,7 @@ def check_truncate(session: VerifierSession, cut: Truncate) -> None:
         AerieError: STALE_ROUND or INVALID_ARGUMENT.
     """
     epoch, _, committed = session.expected
+    check_integers(length=cut.length)
     if cut.epoch != epoch:
         raise AerieError(Reason.STALE_ROUND, f"session {cut.session} lives with epoch {epoch}")
     if not session.prefilled or not session.request.prompt_len < cut.length <= committed:

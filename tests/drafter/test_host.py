@@ -56,9 +56,12 @@ class Stream:
     host: DrafterHost
     answers: "asyncio.Queue[FromDrafter]" = field(default_factory=asyncio.Queue)
 
+    def __post_init__(self) -> None:
+        self.reply = self.answers.put_nowait
+
     def send(self, *messages: ToDrafter) -> None:
         for message in messages:
-            self.host.tell(FromClient(message, self.answers.put_nowait))
+            self.host.tell(FromClient(message, self.reply))
 
     async def ask(self, *messages: ToDrafter) -> FromDrafter:
         self.send(*messages)
@@ -208,7 +211,7 @@ def test_a_higher_epoch_starts_afresh(drafter: Eagle3Drafter) -> None:
         assert isinstance(answer, PortError)
         assert answer.reason == Reason.SESSION_UNKNOWN
         assert await new.ask(draft(8, epoch=2)) == NeedFeatures("s", 2, 0, ((0, 8),))
-        host.tell(Closed("s", 0))  # the old stream ends late, and takes nothing with it
+        host.post(Closed("s", old.reply))  # the old stream ends late, and takes nothing with it
         assert await new.ask(draft(8, epoch=2)) == NeedFeatures("s", 2, 0, ((0, 8),))
 
     run(drafter, scenario)
@@ -238,9 +241,9 @@ def test_closing_frees_the_session(drafter: Eagle3Drafter) -> None:
         stream = Stream(host)
         assert isinstance(await stream.ask(opened(), observed(features, tokens, 0, 70), draft(70)), Drafted)
         rows = weakref.ref(host.sessions["s"].state.kv)
-        host.tell(Closed("s", 0))
-        host.tell(Closed("s", 0))
-        host.tell(Closed("nobody", 0))
+        host.post(Closed("s", stream.reply))
+        host.post(Closed("s", stream.reply))
+        host.post(Closed("nobody", stream.reply))
         await settle(host)
         assert host.sessions == {}
         gc.collect()

@@ -69,6 +69,7 @@ class Client:
     def __init__(self, host: VerifierHost, session: str = "s", epoch: int = 0) -> None:
         self.host, self.session, self.epoch = host, session, epoch
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self.reply = self.inbox.put_nowait
         self.tokens: list[int] = []
         self.round = 0
         self.history: list[History] = []
@@ -76,7 +77,7 @@ class Client:
         self.verdicts: list[Verdict] = []
 
     def tell(self, message: Any) -> None:
-        self.host.tell(FromClient(message, self.inbox.put_nowait))
+        self.host.tell(FromClient(message, self.reply))
 
     def ask_open(self, prompt: Sequence[int], max_tokens: int = 100, sampler: Sampler = GREEDY, **fields: Any) -> None:
         self.tokens = list(prompt)
@@ -120,7 +121,7 @@ class Client:
         self.tell(Truncate(self.session, **{"epoch": self.epoch, "length": length, **fields}))
 
     def close(self) -> None:
-        self.host.tell(Closed(self.session, self.epoch))
+        self.host.post(Closed(self.session, self.reply))
 
     def root(self) -> DraftTree:
         return DraftTree.root(self.tokens[-1])

@@ -330,8 +330,9 @@ def test_malformed_message_does_not_end_the_service(tiny: Tiny):
         async with hosting(tiny.target) as host:
             client, other = Client(host), Client(host, "other")
             await other.open(PROMPT)
-            client.tell(Open("s", ("not", "tokens"), 2, 5, GREEDY, 0))  # type: ignore[arg-type]
+            client.tell(Open([], (1, 2), 2, 5, GREEDY, 0))  # type: ignore[arg-type]
             assert (await client.refused()).reason is Reason.INTERNAL
+            client.tell(None)
             assert host.alive
             await other.play(other.root())
 
