@@ -6,11 +6,14 @@ with Engine.load() as engine:
 
 import asyncio
 import atexit
+import concurrent.futures
 import gc
+import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,14 +31,21 @@ from services.orchestrator.service import Orchestrator, Request
 from services.orchestrator.stats import Stats
 from services.orchestrator.text import ChatTemplate
 from services.runtime.bus import MemoryBus
-from services.runtime.device import device_thread
+from services.runtime.device import Priority, device_thread
 from services.runtime.registry import Entry, MemoryRegistry
+from services.speculation.errors import AerieError, Reason, is_integer
 from services.speculation.messages import DrafterInfo, FinishReason, TargetInfo
+from services.speculation.warpers import Sampler
 from services.targets.loader import load_target
 from services.targets.target import Target
 from services.verifier.host import VerifierHost
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+CLOSE_SECONDS = 10.0
+"""``close`` waits no longer for each of the sessions, the loop and the device."""
+_SAMPLING = frozenset(field.name for field in fields(Sampler))
+_OPTIONS = frozenset(field.name for field in fields(Request)) - {"tokens"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class Result:
     finish_reason: FinishReason
     seed: int
     stats: Stats
+    drafter_lost: str | None = None  # why the drafter was given up, if it was
 
 
 class Engine:
@@ -64,6 +75,10 @@ class Engine:
         self.orchestrator: Orchestrator
         self.verifier: VerifierHost
         self.drafters: list[DrafterHost] = []
+        self._drafting = "auto"  # what a request gets that names no drafter
+        self._lock = threading.Lock()
+        self._closed = False
+        self._running: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="aerie-loop", daemon=True)
         self._thread.start()
@@ -96,6 +111,7 @@ class Engine:
         try:
             engine.target = engine.on_device(lambda: load_target(target))
             path = choose_checkpoint(drafter, engine.target.info)
+            engine._drafting = "off" if drafter == "off" else "auto"
             model = engine._load_drafter(path, overrides) if path else None
             engine._call(engine._start(model, kv_bytes))
         except BaseException:
@@ -123,18 +139,50 @@ class Engine:
             self._add_drafter(model, CompiledDrafting(model) if target.info.device == "gpu" else None)
 
     def _add_drafter(self, model: DraftModel, compiled: CompiledDrafting | None = None) -> None:
+        info: DrafterInfo = model.info
+        self._check_drafter(info)
         host = DrafterHost(model, self.device, compiled)
         host.start()
+        host.on_stop(lambda: self._drafter_stopped(host))
         self.drafters.append(host)
-        info: DrafterInfo = model.info
         data = {"family": info.family, "taps": info.taps, "target_fingerprint": info.target_fingerprint}
         self.registry.join(Entry(info.name, "drafter", LocalDrafterPort(host), data))
 
+    def _check_drafter(self, info: DrafterInfo) -> None:
+        layers = self.target.info.layers
+        if wrong := [tap for tap in info.taps if tap != "final" and not (is_integer(tap) and 0 <= int(tap) <= layers)]:
+            raise AerieError(
+                Reason.CHECKPOINT_INCOMPATIBLE,
+                f"drafter {info.name!r} reads tap {wrong[0]}; the target has 0..{layers}",
+            )
+        if info.name in {entry.name for entry in self.registry.list()}:
+            raise AerieError(Reason.INVALID_ARGUMENT, f"there is a drafter {info.name!r} already")
+
+    def _drafter_stopped(self, host: DrafterHost) -> None:
+        """A drafter that is gone is not offered; one that holds the device lets no session run."""
+        self.registry.leave(host.info.name)
+        self.drafters.remove(host)
+        if not host.hung:
+            return
+        verifier = self.verifier
+        verifier.blocked = f"{host.name} does not answer, and holds the device"
+        verifier.fail_sessions(verifier.blocked)
+
+        def unblock() -> None:
+            verifier.blocked = None
+
+        self.device.submit(lambda: self._loop.call_soon_threadsafe(unblock), Priority.DRAFT)
+
     def add_drafter(self, model: DraftModel) -> None:
-        """Host one more drafter; requests name it by ``model.info.name`` or family."""
+        """Host one more drafter; requests name it by ``model.info.name`` or family.
+
+        Raises:
+            AerieError: CHECKPOINT_INCOMPATIBLE, its taps are not the target's; INVALID_ARGUMENT, its name is taken.
+        """
 
         async def add() -> None:
             self._add_drafter(model)
+            self._drafting = "auto"
 
         self._call(add())
 
@@ -143,7 +191,13 @@ class Engine:
         return self.target.info
 
     def chat_tokens(self, messages: Sequence[dict[str, Any]] | str) -> tuple[int, ...]:
-        """Prompt tokens of a conversation, or of one user turn, in the target's chat template."""
+        """Prompt tokens of a conversation, or of one user turn, in the target's chat template.
+
+        Raises:
+            AerieError: INVALID_ARGUMENT for what is neither.
+        """
+        if not isinstance(messages, str) and not all(isinstance(message, dict) for message in messages):
+            raise AerieError(Reason.INVALID_ARGUMENT, "a conversation is a list of messages with role and content")
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return self.orchestrator.encode_chat(turns)
 
@@ -152,32 +206,28 @@ class Engine:
 
         Args:
             prompt: Text (one user turn in the chat template) or token ids.
-            options: Fields of ``orchestrator.service.Request``.
+            options: Fields of ``orchestrator.service.Request``, and those of ``Sampler`` (``temperature=0.7``).
+
+        Raises:
+            AerieError: What is refused or fails; ENGINE_CLOSED when the engine is closed meanwhile.
         """
         return self.run_all([self.request(prompt, **options)])[0]
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Chunk | Done]:
         """Chunks as they come, then ``Done``. Closing the iterator cancels the generation."""
         request = self.request(prompt, **options)
-        out: queue.Queue[Chunk | Done | BaseException] = queue.Queue()
+        out: queue.Queue[Chunk | Done | None] = queue.Queue()
 
         async def pump() -> None:
-            try:
-                async for item in self.orchestrator.generate(request):
-                    out.put(item)
-            except BaseException as error:
-                out.put(error)
-                raise
+            async for item in self.orchestrator.generate(request):
+                out.put(item)
 
-        future = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        future = self._submit(pump())
+        future.add_done_callback(lambda _: out.put(None))
         try:
-            while True:
-                item = out.get()
-                if isinstance(item, BaseException):
-                    raise item
+            while (item := out.get()) is not None:
                 yield item
-                if isinstance(item, Done):
-                    return
+            _result(future)
         finally:
             future.cancel()
 
@@ -195,9 +245,25 @@ class Engine:
             raise failures.exceptions[0] from None
 
     def request(self, prompt: str | Sequence[int], **options: Any) -> Request:
-        """A request for a user turn (text) or for token ids."""
-        tokens = self.chat_tokens(prompt) if isinstance(prompt, str) else tuple(prompt)
-        return Request(tokens=tokens, **options)
+        """A request for a user turn (text) or for token ids; ``options`` as for ``generate``.
+
+        Raises:
+            AerieError: INVALID_ARGUMENT for options that do not exist, or of the wrong type.
+        """
+        if unknown := sorted(options.keys() - _OPTIONS - _SAMPLING):
+            raise AerieError(Reason.INVALID_ARGUMENT, f"there is no option {unknown[0]!r}")
+        if sampling := {name: options.pop(name) for name in _SAMPLING & options.keys()}:
+            if "sampler" in options:
+                raise AerieError(Reason.INVALID_ARGUMENT, f"give a sampler or {', '.join(sorted(sampling))}, not both")
+            options["sampler"] = Sampler(**sampling)
+        if isinstance(options.get("stop"), str):
+            options["stop"] = (options["stop"],)
+        elif isinstance(options.get("stop"), list):
+            options["stop"] = tuple(options["stop"])
+        tokens = self.chat_tokens(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        request = Request(tokens=tokens, **{"drafter": self._drafting, **options})
+        request.check()
+        return request
 
     async def _collect(self, request: Request) -> Result:
         text = ""
@@ -205,7 +271,8 @@ class Engine:
         depths: list[int] = []
         async for item in self.orchestrator.generate(request):
             if isinstance(item, Done):
-                return Result(text, tuple(tokens), tuple(depths), item.finish_reason, item.seed, item.stats)
+                end = (item.finish_reason, item.seed, item.stats, item.drafter_lost)
+                return Result(text, tuple(tokens), tuple(depths), *end)
             text += item.text
             tokens += item.tokens
             depths += item.depths
@@ -216,31 +283,98 @@ class Engine:
         return self.device.submit(function).result()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        future = self._submit(coroutine)
+        try:
+            return _result(future)
+        finally:
+            future.cancel()  # when the wait was interrupted
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run a coroutine on the loop; ``close`` cancels it."""
+
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._running.add(task)
+            try:
+                return await coroutine
+            finally:
+                self._running.discard(task)
+
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise _closed()
+            return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def close(self) -> None:
-        """Stop the actors and free the models."""
-        if self._loop.is_closed():
-            return
-
-        async def stop() -> None:
-            hosts: list[Any] = [*self.drafters, *([self.verifier] if hasattr(self, "verifier") else [])]
-            for host in hosts:
-                await host.stop()
-
+        """Cancel what runs, stop the actors and free the models. A second time changes nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         atexit.unregister(self.close)
-        self._call(stop())
+        held: list[Any] = [*self.drafters]
+        _wait(asyncio.run_coroutine_threadsafe(self._stop(), self._loop), "the sessions")
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        # Free the model now and on its own thread, not whenever the garbage collector comes.
-        self.drafters.clear()
-        for name in ("target", "orchestrator", "verifier"):
-            self.__dict__.pop(name, None)
-        self.on_device(gc.collect)
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+        # Free the models now and on their own thread, not whenever the garbage collector comes.
+        held += [self.__dict__.pop(name, None) for name in _PARTS]
+
+        def free() -> None:
+            held.clear()
+            gc.collect()
+
+        _wait(self.device.submit(free), "the device")
+
+    async def _stop(self) -> None:
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+        for host in (*self.drafters, *filter(None, [self.__dict__.get("verifier")])):
+            await host.stop()
+        await asyncio.sleep(0)  # for what is called when they have stopped
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PARTS:
+            raise _closed()
+        raise AttributeError(f"an engine has no {name!r}")
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+_PARTS = ("target", "orchestrator", "verifier")
+"""What an engine has between ``load`` and ``close``."""
+
+
+def _closed() -> AerieError:
+    return AerieError(Reason.ENGINE_CLOSED, "the engine is closed")
+
+
+def _result(future: "Future[T]") -> T:
+    try:
+        return future.result()
+    except concurrent.futures.CancelledError:
+        raise _closed() from None
+
+
+def _wait(future: "Future[Any]", what: str) -> None:
+    try:
+        future.result(CLOSE_SECONDS)
+    except TimeoutError:
+        log.warning("%s did not end within %g s: closing without", what, CLOSE_SECONDS)
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(prompt, Iterable):  # a caller's types are not to be trusted
+        tokens = tuple(prompt)
+        if all(is_integer(token) for token in tokens):
+            return tuple(int(token) for token in tokens)
+    raise AerieError(Reason.INVALID_ARGUMENT, "a prompt is text or token ids; chat_tokens() takes conversations")

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from services.orchestrator.stats import Stats
 from services.orchestrator.text import TextStream
-from services.runtime.actor import Actor, ActorStopped, MailboxFull
+from services.runtime.actor import Actor, ActorStopped, log_incident
 from services.runtime.bus import MemoryBus
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
@@ -16,6 +17,7 @@ from services.speculation.messages import (
     FinishReason,
     FromDrafter,
     FromVerifier,
+    NeedFeatures,
     PortError,
     Prefilled,
     ToDrafter,
@@ -43,6 +45,7 @@ from services.speculation.session import (
 )
 
 log = logging.getLogger(__name__)
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a generation."""
+    """The end of a generation; ``stats`` are final."""
 
     finish_reason: FinishReason
     seed: int
@@ -113,12 +116,17 @@ class Generation(Actor[Event]):
                 if isinstance(item, Done):
                     return
         finally:
-            await self.stop()
+            try:
+                await self.stop()
+            finally:  # here, not in ``stopped``: an actor that is cancelled before it runs has no end
+                for stream in (self._verifier, self._drafter):
+                    if stream:
+                        await stream.close()
 
     async def started(self) -> None:
-        self._readers.append(asyncio.create_task(self._pump_verifier(self._verifier)))
+        self._read(self._verifier, lambda message: message, VerifierLost)
         if self._drafter:
-            self._readers.append(asyncio.create_task(self._pump_drafter(self._drafter)))
+            self._read(self._drafter, _from_drafter, DrafterLost)
         await self.handle(Start())
 
     async def stopped(self) -> None:
@@ -126,72 +134,70 @@ class Generation(Actor[Event]):
             reader.cancel()
         if self._state.phase != "finished":
             self._state, _ = apply(self._state, Cancel())
-        for stream in (self._verifier, self._drafter):
-            if stream:
-                with contextlib.suppress(ConnectionError):
-                    await stream.close()
 
     async def handle(self, message: Event) -> None:
-        match message:
-            case Prefilled():
-                self._stats.on_prefilled(message)
-            case Drafted():
-                self._stats.on_drafted(message)
-            case Verdict() if message.round == self._state.round:
-                self._stats.on_verdict(message)
-                self._bus.publish("round.committed", session=message.session, tokens=len(message.tokens))
-        self._state, effects = apply(self._state, message)
+        before = self._state
+        self._state, effects = apply(before, message)
+        if self._state is not before:  # messages of other rounds, or after the end, count for nothing
+            self._count(message, before.pending)
         for effect in effects:
             await self._perform(effect)
 
+    def _count(self, message: Event, pending: int) -> None:
+        match message:
+            case Prefilled():
+                self._stats.on_prefilled(message)
+            case Drafted() if self._state.drafting:  # else its tree was none
+                self._stats.on_drafted(message, pending)
+            case Verdict():
+                self._stats.on_verdict(message)
+                self._bus.publish("round.committed", session=message.session, tokens=len(message.tokens))
+
     async def on_error(self, message: Event, error: Exception) -> None:
-        if isinstance(error, ConnectionError | MailboxFull):
-            await self.handle(VerifierLost(str(error)))
-            return
-        raise error
+        # Not an event: the machine may have finished already, with its end not yet told.
+        self._out.put_nowait(AerieError(Reason.INTERNAL, log_incident(log, f"{self.name} failed", error)))
 
-    async def _pump_verifier(self, stream: Stream[ToVerifier, FromVerifier]) -> None:
-        with contextlib.suppress(ActorStopped):
-            try:
-                while True:
-                    self.tell(await stream.receive())
-            except ConnectionError as error:
-                self.tell(VerifierLost(str(error)))
+    def _read(self, stream: Stream[Any, M], event_of: Callable[[M], Event], lost: Callable[[str], Event]) -> None:
+        """Bring what a stream delivers to the mailbox, and its end, however it comes."""
 
-    async def _pump_drafter(self, stream: Stream[ToDrafter, FromDrafter]) -> None:
-        with contextlib.suppress(ActorStopped):
-            try:
-                while True:
-                    message = await stream.receive()
-                    # The verifier alone decides a session's fate: a drafter's error only ends its drafting.
-                    if isinstance(message, PortError):
-                        self.tell(DrafterLost(f"{message.reason}: {message.message}"))
-                    else:
-                        self.tell(message)
-            except ConnectionError as error:
-                self.tell(DrafterLost(str(error)))
+        async def pump() -> None:
+            with contextlib.suppress(ActorStopped):  # this actor's own end
+                try:
+                    while True:
+                        self.post(event_of(await stream.receive()))
+                except ConnectionError as error:
+                    self.post(lost(str(error)))
+                except Exception as error:
+                    self.post(lost(log_incident(log, f"a stream of {self.name} failed", error)))
+
+        self._readers.append(asyncio.create_task(pump(), name=f"{self.name} reader"))
 
     async def _perform(self, effect: Effect) -> None:
         match effect:
             case ToVerifierEffect():
-                await self._verifier.send(effect.message)
+                try:
+                    await self._verifier.send(effect.message)
+                except ConnectionError as error:
+                    await self.handle(VerifierLost(str(error)))
+                except AerieError as error:
+                    await self.handle(PortError(effect.message.session, error.reason, error.message))
             case ToDrafterEffect() if self._drafter:
                 try:
                     await self._drafter.send(effect.message)
-                except ConnectionError as error:
+                except (ConnectionError, AerieError) as error:
                     await self.handle(DrafterLost(str(error)))
             case DropDrafter():
                 log.warning("plain decoding goes on: %s", effect.message)
                 self._lost = effect.message
                 if self._drafter:
-                    await self._drafter.close()
-                    self._drafter = None
+                    lost, self._drafter = self._drafter, None
+                    await lost.close()
             case Emit():
                 await self._emit(effect)
             case Finish():
                 if text := self._text.flush():
                     self._out.put_nowait(Chunk(text, (), ()))
-                self._out.put_nowait(Done(effect.reason, self._state.open.seed, self._stats, self._lost))
+                self._finish(effect.reason)
             case Fail():
                 self._out.put_nowait(AerieError(effect.reason, effect.message))
 
@@ -206,6 +212,19 @@ class Generation(Actor[Event]):
         length = self._state.open.prompt_len + self._stats.completion_tokens
         if self._state.phase == "finished":
             # The round ended the sequence anyway; its Finish follows with another reason.
-            self._out.put_nowait(Done("stop", self._state.open.seed, self._stats, self._lost))
+            self._finish("stop")
             return
         await self.handle(StopFound(length))
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._out.put_nowait(Done(reason, self._state.open.seed, self._stats.snapshot(), self._lost))
+
+
+def _from_drafter(message: object) -> Event:
+    """The verifier alone decides a session's fate: whatever else comes from a drafter only ends its drafting."""
+    match message:
+        case Drafted() | NeedFeatures():
+            return message
+        case PortError():
+            return DrafterLost(f"{message.reason}: {message.message}")
+    return DrafterLost(f"the drafter sent a {type(message).__name__}")

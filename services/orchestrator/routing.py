@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from services.runtime.registry import Entry, MemoryRegistry
-from services.speculation.errors import AerieError, Reason
+from services.speculation.errors import AerieError, Reason, check_integers
 from services.speculation.growth import Budget
 from services.speculation.messages import TargetInfo
 
@@ -31,14 +31,16 @@ class TreeOptions:
         Raises:
             AerieError: INVALID_ARGUMENT outside 1..max_tree_nodes, depth below 0 or top_k below 1.
         """
+        given = {"nodes": self.nodes, "depth": self.depth, "top_k": self.top_k}
+        check_integers(**{f"tree {name}": value for name, value in given.items() if value is not None})
         if self.nodes is not None and not 1 <= self.nodes <= target.max_tree_nodes:
             raise AerieError(Reason.INVALID_ARGUMENT, f"tree nodes must be 1..{target.max_tree_nodes}")
         if self.depth is not None and self.depth < 0:
             raise AerieError(Reason.INVALID_ARGUMENT, "tree depth must be 0 or more")
         if self.top_k is not None and self.top_k < 1:
             raise AerieError(Reason.INVALID_ARGUMENT, "tree top_k must be 1 or more")
-        given = {"max_nodes": self.nodes, "max_depth": self.depth, "top_k": self.top_k}
-        return replace(PRESETS[target.device], **{name: value for name, value in given.items() if value is not None})
+        fields = {"max_nodes": self.nodes, "max_depth": self.depth, "top_k": self.top_k}
+        return replace(PRESETS[target.device], **{name: value for name, value in fields.items() if value is not None})
 
 
 def pick_drafter(registry: MemoryRegistry, wanted: str, target: TargetInfo) -> Entry | None:

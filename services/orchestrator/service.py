@@ -1,8 +1,9 @@
 """The orchestrator: turns requests into sessions on a verifier and, where one fits, a drafter."""
 
+import asyncio
+import logging
 import secrets
 import uuid
-import warnings
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,16 @@ from services.orchestrator.generation import Chunk, Done, Generation
 from services.orchestrator.routing import TreeOptions, pick_drafter
 from services.orchestrator.text import ChatTemplate, TextStream
 from services.runtime.bus import MemoryBus
-from services.runtime.registry import MemoryRegistry
-from services.speculation.errors import AerieError, Reason
+from services.runtime.registry import Entry, MemoryRegistry
+from services.speculation.errors import AerieError, Reason, check_integers, is_integer
 from services.speculation.messages import Open, TargetInfo
 from services.speculation.ports import VerifierPort
 from services.speculation.session import State
 from services.speculation.warpers import Sampler
+
+log = logging.getLogger(__name__)
+MAX_SESSIONS = 256
+"""Sessions that run at once; more wait for their turn."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,28 @@ class Request:
     top_logprobs: int | None = None
     drafter: str = "auto"
     tree: TreeOptions = field(default_factory=TreeOptions)
+
+    def check(self) -> None:
+        """Refuse wrong types, and what the orchestrator itself uses; the verifier looks at the rest.
+
+        Raises:
+            AerieError: INVALID_ARGUMENT.
+        """
+        if not isinstance(self.tokens, tuple) or not all(is_integer(token) for token in self.tokens):
+            raise AerieError(Reason.INVALID_ARGUMENT, "a prompt is a tuple of token ids")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
+            raise AerieError(Reason.INVALID_ARGUMENT, f"stop must be a tuple of strings, not {self.stop!r}")
+        if "" in self.stop:
+            raise AerieError(Reason.INVALID_ARGUMENT, "a stop string is empty")
+        check_integers(max_tokens=self.max_tokens)
+        if self.max_tokens < 1:
+            raise AerieError(Reason.INVALID_ARGUMENT, f"max_tokens is {self.max_tokens}; it must be 1 or more")
+        optional = {"seed": self.seed, "top_logprobs": self.top_logprobs}
+        check_integers(**{name: value for name, value in optional.items() if value is not None})
+        kinds = {"sampler": Sampler, "ignore_eos": bool, "drafter": str, "tree": TreeOptions}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise AerieError(Reason.INVALID_ARGUMENT, f"{name} must be a {kind.__name__}")
 
 
 class Orchestrator:
@@ -76,6 +103,7 @@ class Orchestrator:
         self._registry = registry
         self._bus = bus
         self._warned = False
+        self._turns = asyncio.Semaphore(MAX_SESSIONS)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, special tokens recognised, as the tokenizer's own post-processor adds them."""
@@ -97,15 +125,18 @@ class Orchestrator:
         Raises:
             AerieError: For what is refused or fails.
         """
-        if any(not s for s in request.stop):
-            raise AerieError(Reason.INVALID_ARGUMENT, "a stop string is empty")
-        if request.max_tokens < 1:
-            raise AerieError(Reason.INVALID_ARGUMENT, f"max_tokens is {request.max_tokens}; it must be 1 or more")
-        budget = request.tree.budget(self.info)
-        entry = pick_drafter(self._registry, request.drafter, self.info)
-        if entry is None and request.drafter == "auto" and not self._warned:
-            self._warned = True
-            warnings.warn("no drafter fits the target: decoding plainly", stacklevel=2)
+        request.check()
+        request.tree.budget(self.info)
+        async with self._turns:
+            chunks = self._session(request).chunks()
+            try:
+                async for item in chunks:
+                    yield item
+            finally:
+                await chunks.aclose()  # type: ignore[attr-defined]
+
+    def _session(self, request: Request) -> Generation:
+        entry = self._pick(request.drafter)
         seed = secrets.randbits(64) if request.seed is None else request.seed
         opened = Open(
             session=uuid.uuid4().hex,
@@ -119,17 +150,18 @@ class Orchestrator:
             top_logprobs=request.top_logprobs,
             taps=entry.data["taps"] if entry else (),
         )
-        state = State(opened, self.info.context_length, budget, drafting=entry is not None)
-        generation = Generation(
-            state,
+        budget = request.tree.budget(self.info)
+        return Generation(
+            State(opened, self.info.context_length, budget, drafting=entry is not None),
             self._verifier.connect(),
             entry.port.connect() if entry else None,
             TextStream(self.tokenizer, request.stop),
             self._bus,
         )
-        chunks = generation.chunks()
-        try:
-            async for item in chunks:
-                yield item
-        finally:
-            await chunks.aclose()  # type: ignore[attr-defined]
+
+    def _pick(self, wanted: str) -> Entry | None:
+        entry = pick_drafter(self._registry, wanted, self.info)
+        if entry is None and wanted == "auto" and not self._warned:
+            self._warned = True
+            log.warning("no drafter fits the target: decoding plainly")
+        return entry

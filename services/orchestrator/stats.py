@@ -1,7 +1,7 @@
 """What one generation did: rounds, acceptance and where the time went."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.speculation.messages import Drafted, Prefilled, Verdict
@@ -17,6 +17,8 @@ class Stats:
         started, first_token, last_token: ``time.perf_counter`` marks.
         prefill_seconds: ``Open`` to first token on the verifier.
         draft_seconds, verify_seconds: Compute reported by drafter and verifier; priming is drafting.
+        accepted: Of each round, the drafts that were accepted.
+        wrong_roots: Trees that did not start from the pending token, and were not verified.
     """
 
     prompt_tokens: int
@@ -30,15 +32,18 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accepted: list[int] = field(default_factory=list)
+    wrong_roots: int = 0
 
     def on_prefilled(self, message: Prefilled) -> None:
         self.first_token = self.last_token = time.perf_counter()
         self.prefill_seconds = message.seconds
         self.completion_tokens = 1
 
-    def on_drafted(self, message: Drafted) -> None:
+    def on_drafted(self, message: Drafted, pending: int) -> None:
+        """A tree that should start from the token ``pending``."""
         self.draft_seconds += message.seconds
         self.drafted_rounds += 1
+        self.wrong_roots += int(message.tree.tokens[0] != pending)
 
     def on_verdict(self, message: Verdict) -> None:
         self.last_token = time.perf_counter()
@@ -46,6 +51,10 @@ class Stats:
         self.verify_seconds += message.seconds
         self.completion_tokens += len(message.tokens)
         self.accepted.append(len(message.tokens) - 1)
+
+    def snapshot(self) -> "Stats":
+        """A copy that later messages do not change."""
+        return replace(self, accepted=list(self.accepted))
 
     @property
     def decode_seconds(self) -> float:

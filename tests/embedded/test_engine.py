@@ -1,5 +1,6 @@
 """The three actors in one process, on the real model."""
 
+import logging
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -188,13 +189,15 @@ def test_eight_sessions_share_batches(engine):
     assert batches <= 2 * max(r.stats.rounds for r in results) + 9
 
 
-def test_auto_without_a_fitting_drafter_warns_once_and_decodes_plainly(engine):
+def test_auto_without_a_fitting_drafter_warns_once_and_decodes_plainly(engine, caplog):
     entries = engine.registry.list("drafter")
     for entry in entries:
         engine.registry.leave(entry.name)
     try:
-        with pytest.warns(UserWarning, match="no drafter"):
-            assert engine.generate(QUESTION, max_tokens=3).stats.drafted_rounds == 0
+        with caplog.at_level(logging.WARNING):
+            for drafter in ("off", "auto", "auto"):
+                assert engine.generate(QUESTION, max_tokens=3, drafter=drafter).stats.drafted_rounds == 0
+        assert [record.getMessage() for record in caplog.records] == ["no drafter fits the target: decoding plainly"]
     finally:
         for entry in entries:
             engine.registry.join(entry)
