@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from services.drafter.family import DraftModel, Frontier, TreeSession
 from services.drafter.session import DraftSession
-from services.speculation.growth import Budget, Candidates, rerank
+from services.speculation.growth import Budget, Candidates, rerank, score_candidates
 from services.speculation.trees import DraftTree
 
 Levels = list[tuple[mx.array, mx.array]]
@@ -84,17 +84,19 @@ def _frontier_width(budget: Budget, levels: Levels, picks: Picks, totals: mx.arr
     """How many of the best new nodes to expand: top_k, or fewer under a stop rule, which reads scores back.
 
     A node below the rule's floor has no children in the tree, and neither has one that is worse than the best
-    ``max_nodes - 1`` candidates so far: its children are worse still.
+    ``max_nodes - 1`` candidates so far: its children are worse still. A child at depth d + 1 needs d ancestors
+    and follows every better node of its parent's depth, so only the ``max_nodes - 1 - d`` best have one.
     """
-    if budget.min_log_prob == -np.inf:
-        return budget.top_k
+    room = budget.max_nodes - 1
+    widest = min(budget.top_k, room - len(levels))
+    if budget.min_log_prob == -np.inf or not widest:
+        return widest
     mx.eval(levels, picks)
-    scores = _total_scores(collect(levels, picks))
+    scores = np.array(score_candidates(collect(levels, picks))[0])
     scores[np.isnan(scores)] = -np.inf
     rivals = np.sort(scores)[::-1]
-    room = budget.max_nodes - 1
     floor = max(budget.min_log_prob, rivals[room - 1] if len(rivals) >= room else -np.inf)
-    return min(budget.top_k, int((scores[-totals.shape[0] :] >= floor).sum()))
+    return min(widest, int((scores[-totals.shape[0] :] >= floor).sum()))
 
 
 Values = mx.array | NDArray[Any]
@@ -113,10 +115,3 @@ def collect(levels: Sequence[tuple[Values, Values]], picks: Sequence[Values]) ->
             frontier = base + np.array(picks[index], np.int64)
         base += values.size
     return Candidates(np.concatenate(tokens).astype(np.int64), np.concatenate(parents), np.concatenate(log_probs))
-
-
-def _total_scores(candidates: Candidates) -> NDArray[np.float64]:
-    totals = np.zeros(len(candidates.tokens) + 1)
-    for node, parent in enumerate(candidates.parents):
-        totals[node] = totals[parent] + candidates.log_probs[node]
-    return totals[:-1]

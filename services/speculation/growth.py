@@ -22,8 +22,8 @@ class Budget:
 
     Attributes:
         max_nodes: Nodes of the tree, the root included.
-        max_depth: Depth of the deepest node (the root's is 0).
-        top_k: Children of one node and nodes of one depth that are expanded.
+        max_depth: Depth of the deepest node (the root's is 0); cut to ``max_nodes - 1``.
+        top_k: Children of one node and nodes of one depth that are expanded; cut to ``max_nodes - 1``.
         min_log_prob: The stop rule: nodes whose cumulative log-probability is below it are not proposed.
     """
 
@@ -31,6 +31,12 @@ class Budget:
     max_depth: int
     top_k: int
     min_log_prob: float = -np.inf
+
+    def __post_init__(self) -> None:
+        # A tree of n nodes is at most n - 1 deep and wide: what is asked for beyond would be computed and dropped.
+        room = max(self.max_nodes - 1, 0)
+        object.__setattr__(self, "max_depth", min(self.max_depth, room))
+        object.__setattr__(self, "top_k", min(self.top_k, max(room, 1)))
 
 
 @dataclass(frozen=True)
@@ -93,23 +99,34 @@ def _best(scores: NDArray[np.float64], count: int) -> NDArray[np.int64]:
     return usable[np.lexsort((usable, -scores[usable]))][:count]
 
 
+def score_candidates(candidates: Candidates) -> tuple[list[float], list[int]]:
+    """Cumulative score and depth of each candidate; a score is -inf or NaN below a node whose own is."""
+    # Python's own lists and floats: indexing NumPy arrays one by one takes several times as long.
+    totals, depths = [0.0] * (len(candidates.tokens) + 1), [0] * (len(candidates.tokens) + 1)
+    parents, log_probs = candidates.parents.tolist(), candidates.log_probs.tolist()
+    for node, (parent, log_prob) in enumerate(zip(parents, log_probs, strict=True)):  # the root is the last, index -1
+        # Rounding can lift a log-probability above 0 by a bit, which would put a child before its parent.
+        totals[node] = totals[parent] + (0.0 if log_prob > 0.0 else log_prob)
+        depths[node] = depths[parent] + 1
+    return totals[:-1], depths[:-1]
+
+
 def rerank(root_token: int, candidates: Candidates, budget: Budget) -> DraftTree:
     """Pick the best ``max_nodes - 1`` candidates by cumulative score, in the one order.
 
     A candidate is never better than its parent (log-probabilities are at most 0), so taking the best keeps
     every chosen node's parent. Candidates with -inf or NaN anywhere on their path are dropped.
     """
-    count = len(candidates.tokens)
-    totals, depths = np.zeros(count + 1), np.zeros(count + 1, np.int64)  # the last slot is the root, index -1
-    for node in range(count):
-        parent = candidates.parents[node]
-        # Rounding can lift a log-probability above 0 by a bit, which would put a child before its parent.
-        totals[node] = totals[parent] + min(candidates.log_probs[node], 0.0)
-        depths[node] = depths[parent] + 1
-    usable = np.isfinite(totals[:-1]) & (totals[:-1] >= budget.min_log_prob) & (depths[:-1] <= budget.max_depth)
+    totals, depths = score_candidates(candidates)
+    room = budget.max_nodes - 1
+    scores = np.array(totals, np.float64)
+    usable = np.isfinite(scores) & (scores >= budget.min_log_prob) & (np.array(depths) <= budget.max_depth)
+    if 0 < room < usable.sum():  # what is worse than the last that fits is never chosen
+        usable &= scores >= np.partition(scores[usable], -room)[-room]
+    tokens, parents = candidates.tokens.tolist(), candidates.parents.tolist()
     children: dict[int, list[int]] = {}
     for node in np.flatnonzero(usable).tolist():
-        children.setdefault(int(candidates.parents[node]), []).append(node)
+        children.setdefault(parents[node], []).append(node)
     # Ranks refer to the order being built, so ties between children of different parents are settled as they appear.
     rank = {-1: 0}
     heap: list[tuple[float, int, int, int, int]] = []
@@ -117,18 +134,19 @@ def rerank(root_token: int, candidates: Candidates, budget: Budget) -> DraftTree
 
     def push_children(parent: int) -> None:
         for child in children.get(parent, ()):
-            entry = (-float(totals[child]), int(depths[child]), rank[parent], int(candidates.tokens[child]), child)
-            heapq.heappush(heap, entry)
+            heapq.heappush(heap, (-totals[child], depths[child], rank[parent], tokens[child], child))
 
     push_children(-1)
-    while heap and len(chosen) < budget.max_nodes - 1:
+    while heap and len(chosen) < room:
         node = heapq.heappop(heap)[-1]
         chosen.append(node)
         rank[node] = len(chosen)
         push_children(node)
-    tokens = [root_token, *(int(candidates.tokens[n]) for n in chosen)]
-    parents = [-1, *(rank[int(candidates.parents[n])] for n in chosen)]
-    return _preorder(tokens, parents, [0.0, *(float(totals[n]) for n in chosen)])
+    return _preorder(
+        [root_token, *(tokens[n] for n in chosen)],
+        [-1, *(rank[parents[n]] for n in chosen)],
+        [0.0, *(totals[n] for n in chosen)],
+    )
 
 
 def _preorder(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> DraftTree:

@@ -22,8 +22,8 @@ def registry(*entries):
 
 
 def test_overrides_replace_single_fields_of_the_preset():
-    budget = TreeOptions(nodes=5).budget(TARGET)
-    assert (budget.max_nodes, budget.max_depth, budget.top_k) == (5, PRESETS["cpu"].max_depth, PRESETS["cpu"].top_k)
+    budget = TreeOptions(nodes=9).budget(TARGET)
+    assert (budget.max_nodes, budget.max_depth, budget.top_k) == (9, PRESETS["cpu"].max_depth, PRESETS["cpu"].top_k)
 
 
 @pytest.mark.parametrize(

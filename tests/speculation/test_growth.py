@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from services.speculation.growth import Budget, Candidates, grow_exact, rerank
+from services.speculation.growth import Budget, Candidates, grow_exact, rerank, score_candidates
 from tests.speculation.slow_growth import (
     all_paths,
     assert_is_tree_of,
@@ -143,3 +143,23 @@ def test_oracle_asks_only_for_nodes_that_can_have_children():
     tree = grow_exact(ROOT, expand, Budget(12, 3, 12))
     assert len(asked) == len(set(asked)) < len(tree)
     assert max(map(len, asked)) == 2
+
+
+def test_a_budget_is_no_deeper_or_wider_than_its_nodes():
+    assert Budget(3, 50, 40) == Budget(3, 2, 2)
+    assert Budget(1, 6, 4) == Budget(1, 0, 1)
+    assert (Budget(9, 4, 3).max_depth, Budget(9, 4, 3).top_k) == (4, 3)
+
+
+def test_scores_add_up_along_paths_and_spoil_what_is_below():
+    log_probs = np.array([-1.0, 1e-7, np.nan, -2.0, -np.inf, -1.0])
+    scores, depths = score_candidates(Candidates(np.arange(6), np.array([-1, 0, 0, 2, 1, 4]), log_probs))
+    np.testing.assert_array_equal(scores, [-1.0, -1.0, np.nan, np.nan, -np.inf, -np.inf])
+    assert depths == [1, 2, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 7, 20])
+def test_ties_at_the_last_place_are_settled_by_the_order(nodes):
+    """All scores are equal: what fits is what comes first."""
+    table = {path: [0.0, 0.0, 0.0] for path in [(), *all_paths(3, 2)]}
+    grow_both(table, Budget(nodes, 3, 20), 3)
