@@ -18,9 +18,13 @@ T = TypeVar("T")
 
 
 class Priority(IntEnum):
-    """Order of queued work. Drafts go first: their trees then meet in one verify batch.
+    """Order of queued work: drafts, verification, slices.
 
-    A session drafts only after its verdict, so drafts cannot starve verification.
+    Sessions whose verdicts came from one batch queue their drafts together. With verification first, the first
+    tree would be verified at once and alone, and the sessions would fall out of step: one forward of the target
+    each, where one serves all. With drafts first the trees meet in one batch, for a wait of a few drafts, which
+    are short beside that forward. Drafts cannot starve verification: a session has one draft or one tree under
+    way, never both, so at most one draft of each other session goes before a tree.
     """
 
     DRAFT = 0
