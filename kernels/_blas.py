@@ -14,6 +14,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+# Distributions without modules of their own: they put their library into mlx's folder, as mlx-cpu does.
+_CUDA_BUILDS = ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")
+
 loaded: str | None = None
 """Path of the BLAS library in use, or None when the one that MLX links is used."""
 
@@ -35,7 +38,8 @@ def _candidates() -> Iterator[str]:
 def preload() -> None:
     """Load the first usable BLAS. ``AERIE_BLAS`` names a library, or ``off`` to leave MLX's own."""
     global loaded
-    if loaded or sys.platform != "linux" or os.environ.get("AERIE_BLAS") == "off":
+    named = os.environ.get("AERIE_BLAS")
+    if loaded or sys.platform != "linux" or named == "off" or any(map(_installed, _CUDA_BUILDS)):
         return
     if "mlx.core" in sys.modules:
         warnings.warn("import aerie's packages before mlx.core: MLX now uses its slow reference BLAS", stacklevel=3)
@@ -48,12 +52,17 @@ def preload() -> None:
             continue
         loaded = path
         return
-    # mlx-cpu is a distribution without a module of its own: it puts its library into mlx's folder.
-    if any(importlib.metadata.distributions(name="mlx-cpu")):
+    if named:
+        warnings.warn(f"AERIE_BLAS={named} is no BLAS that loads: MLX now uses its slow reference BLAS", stacklevel=3)
+    elif _installed("mlx-cpu"):
         warnings.warn(
             "no fast BLAS found: the CPU will be 10 to 70 times slower; pip install scipy-openblas32==0.3.23.293",
             stacklevel=3,
         )
+
+
+def _installed(distribution: str) -> bool:
+    return any(importlib.metadata.distributions(name=distribution))
 
 
 def set_threads(count: int) -> bool:

@@ -21,6 +21,20 @@ print(_blas.loaded, _blas.loaded and address(None) == address(_blas.loaded), add
 """
 
 
+# Hides every library that could serve.
+WITHOUT_BLAS = """
+import ctypes, importlib.util
+find, load = importlib.util.find_spec, ctypes.CDLL
+importlib.util.find_spec = lambda name, *rest: None if name == "scipy_openblas32" else find(name, *rest)
+def refuse(name, *rest, **named):
+    if name and "openblas" in str(name):
+        raise OSError(name)
+    return load(name, *rest, **named)
+ctypes.CDLL = refuse
+import kernels
+"""
+
+
 def python(code, **environment):
     env = {key: value for key, value in os.environ.items() if key != "AERIE_BLAS"} | environment
     result = subprocess.run(
@@ -79,7 +93,24 @@ def test_a_named_library_is_the_one_that_is_loaded(shipped):
 def test_a_named_library_that_does_not_serve_is_warned_about(named):
     (path, *_), warned = python("import kernels" + REPORT, AERIE_BLAS=named)
     assert path == "None"
-    assert "no fast BLAS found" in warned
+    assert f"AERIE_BLAS={named} is no BLAS that loads" in warned
+
+
+def test_without_any_blas_the_warning_says_what_to_install():
+    (path, *_), warned = python("import sys; sys.path[:] = [p for p in sys.path if p]" + WITHOUT_BLAS + REPORT)
+    assert path == "None"
+    assert "pip install scipy-openblas32==" in warned
+
+
+@pytest.mark.parametrize("build", ["mlx_cuda_12", "mlx_cuda_13"])
+@pytest.mark.parametrize("first", ["import kernels", "import mlx.core; import kernels"])
+def test_the_cuda_build_of_mlx_is_left_alone(tmp_path, build, first):
+    """Nothing is loaded and nothing said, also when ours comes after mlx."""
+    info = tmp_path / f"{build}-0.32.4.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {build.replace('_', '-')}\nVersion: 0.32.4\n")
+    (path, *_), warned = python(f"import sys; sys.path.append({str(tmp_path)!r}); {first}{REPORT}")
+    assert (path, warned) == ("None", "")
 
 
 def test_importing_too_late_warns_and_loads_nothing():
