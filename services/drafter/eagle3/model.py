@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from kernels.small_matmul import small_matmul
+from kernels.fused_linear import Weight, linear
 from kernels.top_k import top_log_probs
 from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.eagle3.weights import Eagle3Checkpoint
@@ -232,7 +232,7 @@ class Eagle3Drafter:
 
     def top_children(self, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
         normed = hidden if self._spec.recycle_post_norm else self._network.norm(hidden)
-        logits = small_matmul(normed, self._head)
+        logits = linear(normed, Weight(self._head))
         if self._spec.logit_scale != 1:
             logits = logits * self._spec.logit_scale
         log_probs, ids = top_log_probs(logits, min(k, self._spec.draft_vocab_size))
