@@ -93,16 +93,13 @@ class DrafterHost(Actor[FromClient | Closed]):
         super().__init__(f"drafter {model.info.name}")
         self.sessions: dict[str, _Hosted] = {}
         self.hung = False
+        self.info: DrafterInfo = model.info
         self._model = model
         self._observe_rows = compiled.observe if compiled else model.observe
         self._grow = compiled.grow if compiled else partial(grow, model)
         self._device = device
         self._busy_since: float | None = None
         self._watcher: asyncio.Task[None] | None = None
-
-    @property
-    def info(self) -> DrafterInfo:
-        return self._model.info
 
     async def started(self) -> None:
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.name}-watch")
@@ -112,6 +109,10 @@ class DrafterHost(Actor[FromClient | Closed]):
             self._watcher.cancel()
         for session in list(self.sessions):
             self._forget(session)
+
+    def free(self) -> None:
+        """Let go of the model, whoever still holds this host. On the device thread, after ``stop``."""
+        del self._model, self._observe_rows, self._grow
 
     async def handle(self, message: FromClient | Closed) -> None:
         if isinstance(message, Closed):

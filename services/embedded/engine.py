@@ -314,17 +314,20 @@ class Engine:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        held: list[Any] = [*self.drafters]
+        hosts: list[Any] = [*self.drafters, *filter(None, [self.__dict__.get("verifier")])]
         _wait(asyncio.run_coroutine_threadsafe(self._stop(), self._loop), "the sessions")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
-        # Free the models now and on their own thread, not whenever the garbage collector comes.
-        held += [self.__dict__.pop(name, None) for name in _PARTS]
+        for name in ("orchestrator", "verifier"):
+            self.__dict__.pop(name, None)
 
         def free() -> None:
-            held.clear()
+            """Now and on the models' own thread, not whenever the garbage collector comes."""
+            for host in hosts:
+                host.free()
+            self.__dict__.pop("target", None)
             gc.collect()
 
         _wait(self.device.submit(free), "the device")

@@ -133,6 +133,12 @@ class VerifierHost(Actor[FromClient | Closed]):
         if self._pumping:
             self._pumping.cancel()
 
+    def free(self) -> None:
+        """Let go of target and caches, whoever still holds this host. On the device thread, after ``stop``."""
+        self.sessions.clear()
+        self._ready.clear()
+        del self._target, self.budget  # the budget asks the target for capacities
+
     async def _accept(self, envelope: FromClient) -> None:
         match envelope.message:
             case Open() as request:

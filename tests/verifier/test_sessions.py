@@ -36,6 +36,22 @@ PROMPT = [11, 42, 7, 199, 250, 3]
         (PROMPT, {"taps": (3,)}, Reason.INVALID_ARGUMENT),
         (PROMPT, {"taps": ("final", -1)}, Reason.INVALID_ARGUMENT),
         (PROMPT, {"sampler": Sampler(logit_bias=((VOCAB_SIZE, 1.0),))}, Reason.INVALID_ARGUMENT),
+        # Wrong types.
+        ([5, 6.0], {}, Reason.INVALID_ARGUMENT),
+        ([5, "a"], {}, Reason.INVALID_ARGUMENT),
+        ([5, True], {}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"prompt_len": 6.0}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"max_tokens": 5.5}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"max_tokens": "5"}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"seed": 1.5}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"seed": None}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"epoch": 0.0}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"top_logprobs": 2.0}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"eos_ids": ("2",)}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"eos_ids": 2}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"taps": ("last",)}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"taps": (1.0,)}, Reason.INVALID_ARGUMENT),
+        (PROMPT, {"sampler": None}, Reason.INVALID_ARGUMENT),
     ],
 )
 def test_bad_open_is_refused_before_work_starts(short: Tiny, prompt: list[int], options: dict, reason: Reason):

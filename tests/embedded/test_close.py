@@ -1,0 +1,104 @@
+"""The end of an engine: callers are told, models are freed where they live, nothing waits for ever."""
+
+import os
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+
+from services.embedded import AerieError, Reason
+from services.embedded import engine as engine_module
+from tests.embedded.test_faults import PROMPT, Faulty, both_sides, plain_tokens, wait_until
+
+LONG = {"max_tokens": 1000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("call", [lambda e: e.generate(PROMPT, **LONG), lambda e: list(e.stream(PROMPT, **LONG))])
+def test_closing_tells_whoever_waits(load_tiny, call):
+    engine, errors = load_tiny(), []
+
+    def work():
+        try:
+            call(engine)
+        except AerieError as error:
+            errors.append(error.reason)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(engine.verifier.sessions) == 4)
+    engine.close()
+    for thread in threads:
+        thread.join(10)
+    assert errors == [Reason.ENGINE_CLOSED] * 4
+
+
+def test_a_closed_engine_says_so(load_tiny):
+    engine = load_tiny()
+    request = engine.request(PROMPT)
+    engine.close()
+    engine.close()
+    for use in (
+        lambda: engine.info,
+        lambda: engine.chat_tokens("hello"),
+        lambda: engine.generate("hello"),
+        lambda: engine.generate(PROMPT),
+        lambda: list(engine.stream(PROMPT)),
+        lambda: engine.run_all([request]),
+        lambda: engine.add_drafter(None),
+    ):
+        with pytest.raises(AerieError) as caught:
+            use()
+        assert caught.value.reason is Reason.ENGINE_CLOSED
+
+
+def test_closing_frees_models_and_caches_on_the_device_thread(load_tiny):
+    engine, freed = load_tiny(), {}
+    engine.generate(PROMPT, max_tokens=4, drafter="random")
+    stream = engine.stream(PROMPT, drafter="random", **LONG)
+    next(stream)
+    held = {
+        "target": engine.target,
+        "model": engine.target.model,
+        "drafter": engine.drafters[0]._model,
+        "kv": next(iter(engine.verifier.sessions.values())).kv,
+    }
+    for name, value in held.items():
+        weakref.finalize(value, lambda name=name: freed.setdefault(name, threading.current_thread().name))
+    del held, value
+    engine.close()
+    assert freed.keys() == {"target", "model", "drafter", "kv"}
+    assert {freed[name] for name in ("target", "model", "drafter")} == {"aerie-device"}
+
+
+def test_an_interrupt_cancels_the_generation(tiny_engine):
+    def interrupt():
+        wait_until(lambda: both_sides(tiny_engine) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        tiny_engine.generate(PROMPT, drafter="random", **LONG)
+    thread.join()
+    wait_until(lambda: both_sides(tiny_engine) == 0)
+    assert len(plain_tokens(tiny_engine)) == 12
+
+
+def test_closing_does_not_wait_for_a_device_that_hangs(load_tiny, monkeypatch, caplog):
+    monkeypatch.setattr(engine_module, "CLOSE_SECONDS", 0.2)
+    engine, release = load_tiny(), threading.Event()
+    engine.add_drafter(Faulty(engine.info.vocab_size, "top_children", lambda: release.wait(20)))
+    stream = engine.stream(PROMPT, drafter="faulty")
+    try:
+        next(stream)
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 5
+        assert "the device did not end" in caplog.text
+        with pytest.raises(AerieError, match="closed"):
+            list(stream)
+    finally:
+        release.set()
