@@ -54,7 +54,12 @@ def load_target(name: str = SMOLLM2) -> Target:
     checkpoint = load_checkpoint(name)
     model = checkpoint.model
     vocab_size = checkpoint.config["vocab_size"]
-    plain = selfcheck.decode_plainly(model, vocab_size)
+    try:
+        plain = selfcheck.decode_plainly(model, vocab_size)
+    except Exception as error:  # whatever a stranger's sizes make mlx-lm raise
+        raise AerieError(
+            Reason.TARGET_UNSUPPORTED, f"mlx-lm does not run {name}: {type(error).__name__}: {one_line(error)}"
+        ) from None
     if on_cpu:
         cpu.swap_swiglu(model)
     recorder = seams.install(model, cpu.rope_maker() if on_cpu else seams.RowRope)
@@ -104,7 +109,10 @@ def load_checkpoint(name: str) -> Checkpoint:
         raise AerieError(
             Reason.TARGET_UNSUPPORTED, f"mlx-lm does not load {name}: {type(error).__name__}: {one_line(error)}"
         ) from None
-    config = {"max_position_embeddings": 2**31 - 1, **config, **config.get("text_config", {}), "vocab_size": vocab_size}
+    nested = config.get("text_config", {})
+    if not isinstance(nested, dict):
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"the config.json of {name}: text_config is no object")
+    config = {"max_position_embeddings": 2**31 - 1, **config, **nested, "vocab_size": vocab_size}
     if type(context := config["max_position_embeddings"]) is not int or context < 1:
         raise AerieError(
             Reason.TARGET_UNSUPPORTED,
@@ -170,8 +178,11 @@ def _hidden_size(model: nn.Module, recorder: seams.Recorder) -> int:
     """Width of the residual stream as it is, whatever the config says. Nothing is computed."""
     recorder.begin(frozenset([0]), None)
     model(mx.array([[0]]), cache=make_prompt_cache(model))
-    width: int = recorder.taps[0].shape[-1]
+    stream = recorder.taps.get(0)
     recorder.begin(frozenset(), None)
+    if stream is None:
+        raise AerieError(Reason.TARGET_UNSUPPORTED, f"{type(model).__module__} does not call its layers one by one")
+    width: int = stream.shape[-1]
     return width
 
 

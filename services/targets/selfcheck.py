@@ -9,6 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.trees import path_to
+from services.targets.files import one_line
 from services.targets.kv_rows import KVRows
 from services.targets.ragged import SessionRows
 from services.targets.target import Target
@@ -60,7 +61,7 @@ def check_tree_exact(target: Target, plain: PlainPaths) -> float:
         raise AerieError(
             Reason.TARGET_NOT_TREE_EXACT,
             f"{target.info.name} cannot verify trees: its layers keep {', '.join(plain.caches)}, and its forward "
-            f"over tree rows failed ({type(failure).__name__}: {failure})",
+            f"over tree rows failed ({type(failure).__name__}: {one_line(failure)})",
         ) from failure
     if not error <= tolerance:
         raise AerieError(

@@ -186,7 +186,13 @@ def test_model_whose_decoder_is_named_otherwise_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"text_config": 5}, *({"max_position_embeddings": n} for n in ("big", -1, 0, 100.5, True))]
+    "wrong",
+    [
+        {"text_config": 5},
+        {"text_config": [1]},
+        {"text_config": None},
+        *({"max_position_embeddings": n} for n in ("big", -1, 0, 100.5, True)),
+    ],
 )
 def test_settings_of_another_type_are_refused_in_one_line(tmp_path, wrong: dict):
     error = refusal(write_tiny_llama(tmp_path, num_hidden_layers=1, **wrong))
