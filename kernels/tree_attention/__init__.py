@@ -6,7 +6,7 @@ from kernels._cuda import on_cuda
 from kernels.tree_attention import cuda, reference
 from kernels.tree_attention.reference import TreeMask, tree_attention
 
-__all__ = ["TreeMask", "prefix_tree_attention", "tree_attention"]
+__all__ = ["TreeMask", "prefix_tree_attention", "rotary_tree_attention", "tree_attention"]
 
 
 def prefix_tree_attention(
@@ -34,6 +34,33 @@ def prefix_tree_attention(
     Returns:
         [1, heads, n, d].
     """
-    if on_cuda() and cuda.supports(queries, new[1], prefix[0].shape[2], sinks):
+    fits = cuda.supports(queries.shape[3], new[1].shape[3], prefix[0].shape[2])
+    if on_cuda() and fits and sinks is None:
         return cuda.prefix_tree_attention(queries, prefix, new, visible, ancestors, length, scale)
     return reference.prefix_tree_attention(queries, prefix, new, visible, ancestors, scale, sinks)
+
+
+def rotary_tree_attention(
+    joint: mx.array,
+    prefix: tuple[mx.array, mx.array],
+    tables: tuple[mx.array, mx.array],
+    visible: mx.array,
+    ancestors: mx.array,
+    length: mx.array,
+    scale: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """``prefix_tree_attention`` that rotates queries and keys itself (halves, all dimensions of a head).
+
+    Args:
+        joint: [n, (heads + 2 kv_heads) d], each row's queries, keys and values, not yet rotated.
+        prefix: Keys and values [1, kv_heads, capacity, d] of the cache; its keys are rotated.
+        tables: Cosines and sines [n, d / 2] of the rows' positions, float32.
+        visible, ancestors, length, scale: As ``prefix_tree_attention``.
+
+    Returns:
+        Attended [n, heads d], and the new rows' rotated keys and values [1, kv_heads, n, d].
+    """
+    width = prefix[0].shape[3]
+    if on_cuda() and cuda.supports(width, prefix[1].shape[3], prefix[0].shape[2]):
+        return cuda.rotary_tree_attention(joint, prefix, tables, visible, ancestors, length, scale)
+    return reference.rotary_tree_attention(joint, prefix, tables, visible, ancestors, scale)

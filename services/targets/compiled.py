@@ -11,13 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from kernels.tree_attention import prefix_tree_attention
+from kernels.tree_attention import prefix_tree_attention, rotary_tree_attention
 from services.speculation.messages import Tap
 from services.speculation.trees import IntArray, ancestor_mask, node_depths
 from services.targets import cuda
 from services.targets.kv_rows import KVRows
 from services.targets.ragged import SessionRows, WindowMask
-from services.targets.seams import Recorder
+from services.targets.seams import Recorder, RowRope, rope_key
 
 ROW_COUNTS = (1, 16, 64)
 """Trees are padded to the next of these."""
@@ -120,6 +120,7 @@ class FixedRows:
         self.new: dict[int, tuple[mx.array, mx.array]] = {}
         self._ancestors = ancestors
         self._masks: dict[int | None, tuple[mx.array, mx.array]] = {}
+        self._tables: dict[tuple[Any, ...], tuple[mx.array, mx.array]] = {}
 
     def masks(self, window: int | None) -> tuple[mx.array, mx.array]:
         """Which cached rows [n, capacity] and which new rows [n, n] each new row sees, built once a window."""
@@ -133,6 +134,16 @@ class FixedRows:
                 ancestors = ancestors & (self.positions[:, None] - self.positions < window)
             self._masks[window] = visible, ancestors
         return self._masks[window]
+
+    def tables(self, rope: nn.Module, width: int) -> tuple[mx.array, mx.array]:
+        """Cosines and sines [n, width / 2] of the rows' positions, built once for layers that rotate alike."""
+        key = rope_key(rope["_base"] if isinstance(rope, RowRope) else rope)
+        if key not in self._tables:
+            # A rotated unit vector of the first half is (cos, sin) of each pair.
+            unit = mx.concatenate([mx.ones(width // 2), mx.zeros(width // 2)])
+            turned = rope(mx.broadcast_to(unit, (1, 1, len(self.positions), width)), offset=self.positions)[0, 0]
+            self._tables[key] = turned[:, : width // 2], turned[:, width // 2 :]
+        return self._tables[key]
 
 
 class FixedLayerCache:
@@ -153,6 +164,15 @@ class FixedLayerCache:
         """Note the new rows. What is returned goes to ``attend`` unread."""
         self._rows.new[self._layer] = keys, values
         return keys, values
+
+    def attend_joint(self, joint: mx.array, rope: nn.Module, scale: float, mask: WindowMask) -> mx.array:
+        """Rows as ``rotary_tree_attention`` takes them -> attended [n, heads d]."""
+        rows, prefix = self._rows, self._rows.prefixes[self._layer]
+        visible, ancestors = rows.masks(mask.window)
+        tables = rows.tables(rope, prefix[0].shape[3])
+        attended, keys, values = rotary_tree_attention(joint, prefix, tables, visible, ancestors, rows.length, scale)
+        rows.new[self._layer] = keys, values
+        return attended
 
     def attend(self, queries: mx.array, scale: float, mask: WindowMask, sinks: mx.array | None = None) -> mx.array:
         """[1, heads, n, d] -> [1, heads, n, d]."""

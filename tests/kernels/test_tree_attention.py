@@ -2,7 +2,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels.tree_attention import TreeMask, prefix_tree_attention, tree_attention
+from kernels.tree_attention import TreeMask, prefix_tree_attention, rotary_tree_attention, tree_attention
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SCALE = DIM**-0.5
@@ -125,3 +125,44 @@ def test_a_prefix_apart_matches_a_softmax_in_float64(parents, prefix, window, di
     assert (got.shape, got.dtype) == (q.shape, dtype)
     tolerance = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
     np.testing.assert_allclose(np.array(got.astype(mx.float32)), expected, atol=tolerance * np.abs(expected).max())
+
+
+def rotate(x, positions, base=100.0):
+    """Pairs (i, i + d / 2) of each head, as complex numbers, turned by position * base^(-2 i / d)."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * base ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], axis=-1), angles
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("dim", [DIM, 64, 128])
+@pytest.mark.parametrize(("parents", "prefix", "window"), CASES)
+def test_rotation_on_the_way_matches_a_softmax_in_float64(parents, prefix, window, dim, dtype):
+    rng, rows, capacity = np.random.default_rng(prefix + dim), len(parents), 64
+    joint = mx.array(rng.normal(0, 1, (rows, (HEADS + 2 * KV_HEADS) * dim)).astype(np.float32)).astype(dtype)
+    cached = [mx.array(c.astype(np.float32)).astype(dtype) for c in rng.normal(0, 1, (2, 1, KV_HEADS, capacity, dim))]
+    allowed, positions = sees(parents, prefix, window)
+    by_head = np.array(joint.astype(mx.float32), np.float64).reshape(1, rows, -1, dim).transpose(0, 2, 1, 3)
+    turned, angles = rotate(by_head[:, :-KV_HEADS], positions)
+    old = [np.array(array.astype(mx.float32), np.float64)[:, :, :prefix] for array in cached]
+    keys = np.concatenate([old[0], turned[:, HEADS:]], axis=2)
+    values = np.concatenate([old[1], by_head[:, -KV_HEADS:]], axis=2)
+    expected = slow_attention(turned[:, :HEADS], keys, values, allowed, None)
+    visible = np.zeros((rows, capacity), bool)
+    visible[:, :prefix] = allowed[:, :prefix]
+    tables = mx.array(np.cos(angles).astype(np.float32)), mx.array(np.sin(angles).astype(np.float32))
+    attended, new_keys, new_values = rotary_tree_attention(
+        joint,
+        (cached[0], cached[1]),
+        tables,
+        mx.array(visible),
+        mx.array(allowed[:, prefix:]),
+        mx.array([prefix]),
+        dim**-0.5,
+    )
+    tolerance = {mx.float32: 2e-5, mx.float16: 6e-3, mx.bfloat16: 5e-2}[dtype]
+    flat = expected.transpose(0, 2, 1, 3).reshape(rows, -1)
+    for got, right in ((attended, flat), (new_keys, turned[:, HEADS:]), (new_values, by_head[:, -KV_HEADS:])):
+        assert (got.shape, got.dtype) == (right.shape, dtype)
+        np.testing.assert_allclose(np.array(got.astype(mx.float32)), right, atol=tolerance * np.abs(right).max())

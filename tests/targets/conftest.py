@@ -1,11 +1,13 @@
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.nn as nn
 import pytest
 from tokenizers import Tokenizer
 
+from services.targets import cuda, seams
 from services.targets.compiled import CompiledForward
-from services.targets.loader import load_target
+from services.targets.loader import load_checkpoint, load_target
 from services.targets.target import Target
 from tests.tiny import load_plain, write_tiny_gemma3, write_tiny_llama, write_tiny_qwen3
 
@@ -27,13 +29,25 @@ def compile_target(target: Target) -> Target:
     return Target(target.model, target._recorder, target.info, target.tokenizer, compiled)
 
 
-@pytest.fixture(scope="session", params=[*WRITERS, *(f"compiled {name}" for name in WRITERS)])
+def fuse_target(target: Target, folder: Path) -> Target:
+    """The same model, run as on CUDA: its decoder layers in few launches, here by their plain MLX references."""
+    model = load_checkpoint(str(folder)).model
+    assert cuda.swap_blocks(model) == len(model.layers)
+    recorder = seams.install(model, seams.RowRope)
+    return Target(model, recorder, target.info, target.tokenizer, CompiledForward(model, recorder))
+
+
+@pytest.fixture(scope="session", params=[*WRITERS, *(f"compiled {name}" for name in WRITERS), "fused llama"])
 def family(request, tmp_path_factory) -> Family:
     shape = {"num_hidden_layers": 4, "sliding_window_pattern": 2}  # the pattern is Gemma's: half of the layers slide
-    name = request.param.removeprefix("compiled ")
+    name = request.param.split()[-1]
     folder = WRITERS[name](tmp_path_factory.mktemp(name), **shape)
     target = load_target(str(folder))
-    return Family(name, target if name == request.param else compile_target(target), load_plain(folder))
+    if request.param.startswith("compiled"):
+        target = compile_target(target)
+    if request.param.startswith("fused"):
+        target = fuse_target(target, folder)
+    return Family(name, target, load_plain(folder))
 
 
 @pytest.fixture(scope="session")
