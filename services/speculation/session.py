@@ -178,7 +178,7 @@ def apply(state: State, event: Event) -> Step:
             try:
                 check_tree(event.tree)
             except AerieError as error:
-                return _lose_drafter(state, f"the drafter's tree is none: {error.message}")
+                return _lose_drafter(state, f"the drafter sent no tree: {error.message}")
             return _verify(state, event.tree)
         case NeedFeatures() if state.phase == "drafting" and _is_current(state, event):
             return _lose_drafter(state, f"the drafter lacks features of positions {event.ranges}")

@@ -89,11 +89,17 @@ def test_an_interrupt_cancels_the_generation(tiny_engine):
 
 def test_closing_does_not_wait_for_a_device_that_hangs(load_tiny, monkeypatch, caplog):
     monkeypatch.setattr(engine_module, "CLOSE_SECONDS", 0.2)
-    engine, release = load_tiny(), threading.Event()
-    engine.add_drafter(Faulty(engine.info.vocab_size, "top_children", lambda: release.wait(20)))
+    engine, entered, release = load_tiny(), threading.Event(), threading.Event()
+
+    def hang():
+        entered.set()
+        release.wait(20)
+
+    engine.add_drafter(Faulty(engine.info.vocab_size, "top_children", hang))
     stream = engine.stream(PROMPT, drafter="faulty")
     try:
         next(stream)
+        assert entered.wait(10)
         began = time.monotonic()
         engine.close()
         assert time.monotonic() - began < 5

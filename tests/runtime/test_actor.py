@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from services.runtime.actor import Actor, ActorStopped, MailboxFull, supervise
+from services.runtime.actor import Actor, ActorStopped, MailboxFull, log_incident, supervise
 
 
 class Recorder(Actor):
@@ -93,6 +93,68 @@ def test_a_full_mailbox_refuses():
         assert actor.got == [1, 2]
 
     run(scenario)
+
+
+def test_what_must_not_be_lost_passes_a_full_mailbox():
+    async def scenario():
+        actor, gate = Recorder(capacity=1), asyncio.Event()
+        actor.start()
+        actor.tell(gate.wait)
+        await asyncio.sleep(0)
+        for message in (1, 2, 3):
+            actor.post(message)
+        with pytest.raises(MailboxFull):
+            actor.tell(4)
+        gate.set()
+        await actor.drain()
+        assert actor.got == [1, 2, 3]
+        for message in (actor.post, actor.tell):
+            with pytest.raises(ActorStopped):
+                message(5)
+
+    run(scenario)
+
+
+def test_a_full_actor_that_drains_has_stopped():
+    async def scenario():
+        actor, gate = Recorder(capacity=1), asyncio.Event()
+        actor.start()
+        actor.tell(gate.wait)
+        draining = asyncio.create_task(actor.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(ActorStopped):
+            actor.tell(1)
+        gate.set()
+        await draining
+
+    run(scenario)
+
+
+def test_who_takes_a_callback_back_is_not_called():
+    async def scenario():
+        actor, called = Recorder(), []
+        actor.start()
+        stay = actor.on_stop(lambda: called.append("stay"))
+        take_back = actor.on_stop(lambda: called.append("gone"))
+        take_back()
+        take_back()
+        await actor.stop()
+        await asyncio.sleep(0)
+        stay()  # too late, and harmless
+        assert called == ["stay"]
+
+    run(scenario)
+
+
+def test_incidents_leave_a_number_and_the_log_has_the_rest(caplog):
+    log = logging.getLogger("test")
+    with caplog.at_level(logging.ERROR):
+        number = log_incident(log, "a thing failed", RuntimeError("secret"))
+    assert number.startswith("incident ")
+    assert "secret" not in number
+    (record,) = caplog.records
+    assert record.getMessage() == f"a thing failed, {number}"
+    assert "secret" in caplog.text
 
 
 def test_ask_gives_the_reply():

@@ -193,6 +193,16 @@ def test_a_tree_with_a_wrong_root_is_replaced_by_the_pending_token():
     assert effect.message.tree.tokens.tolist() == [50]
 
 
+@pytest.mark.parametrize(
+    "tree", [None, replace(TREE, parents=TREE.parents + 1), replace(TREE, tokens=TREE.tokens[:2]), [50, 51]]
+)
+def test_what_is_no_tree_costs_the_drafter_and_not_the_session(tree):
+    state, (dropped, verify) = apply(STATES["drafting"], drafted(tree=tree))
+    assert (state.phase, state.drafting) == ("verifying", False)
+    assert isinstance(dropped, DropDrafter)
+    assert verify.message.tree.tokens.tolist() == [50]
+
+
 def test_a_refused_tree_costs_the_drafter_and_not_the_session():
     state, (dropped, verify) = apply(STATES["verifying a tree"], EVENTS["refused tree"])
     assert "too large" in dropped.message
