@@ -48,10 +48,12 @@ def _read_turn(on_terminal: bool) -> str | None:
         try:
             with raise_on_interrupt():
                 if on_terminal:
-                    return input("> ")
-                line = sys.stdin.buffer.readline()
-                return line.decode().rstrip("\r\n") if line else None
-        except UnicodeDecodeError:
+                    line = input("> ")
+                    line.encode()  # some locales let other bytes through, as surrogates
+                    return line
+                data = sys.stdin.buffer.readline()
+                return data.decode().rstrip("\r\n") if data else None
+        except UnicodeError:
             complain("that line is not UTF-8; it was ignored")
         except (EOFError, KeyboardInterrupt):
             print(flush=True)

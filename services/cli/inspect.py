@@ -7,7 +7,7 @@ from services.cli.options import overrides, usable_path
 from services.cli.report import UsageError
 from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.eagle3.weights import Eagle3Checkpoint, check_fit, read_checkpoint
-from services.drafter.loader import CHECKPOINTS, FAMILIES, shipped_checkpoint
+from services.drafter.loader import CHECKPOINTS, FAMILIES, NOT_BUILT, shipped_checkpoint
 from services.runtime.device import device_thread
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import TargetInfo
@@ -43,6 +43,10 @@ def _find(name: str, info: TargetInfo | None) -> Path:
             return path
         raise AerieError(Reason.DRAFTER_UNAVAILABLE, f"no {name} drafter is shipped")
     path = usable_path("checkpoint", name)
+    if name.lower() in NOT_BUILT and not path.exists():
+        raise AerieError(
+            Reason.FAMILY_NOT_BUILT, f"the drafter family {name} is not built; built: {', '.join(FAMILIES)}"
+        )
     if not path.is_dir():
         raise AerieError(Reason.CHECKPOINT_NOT_FOUND, f"no such folder: {name}")
     return path

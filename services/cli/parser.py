@@ -17,6 +17,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file)  # argparse's own swallows a failing write
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="aerie", description="Lossless speculative decoding with EAGLE-3 on MLX.")
