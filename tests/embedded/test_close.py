@@ -10,6 +10,7 @@ import pytest
 
 from services.embedded import AerieError, Reason
 from services.embedded import engine as engine_module
+from services.runtime.device import device_thread
 from tests.embedded.test_faults import PROMPT, Faulty, both_sides, plain_tokens, wait_until
 
 LONG = {"max_tokens": 1000, "ignore_eos": True}
@@ -74,6 +75,9 @@ def test_closing_frees_models_and_caches_on_the_device_thread(load_tiny):
 
 
 def test_an_interrupt_cancels_the_generation(tiny_engine):
+    # Slow enough that it could not end by itself in time.
+    tiny_engine.add_drafter(Faulty(tiny_engine.info.vocab_size, "observe", lambda: time.sleep(0.02)))
+
     def interrupt():
         wait_until(lambda: both_sides(tiny_engine) == 2)
         os.kill(os.getpid(), signal.SIGINT)
@@ -81,9 +85,9 @@ def test_an_interrupt_cancels_the_generation(tiny_engine):
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        tiny_engine.generate(PROMPT, drafter="random", **LONG)
+        tiny_engine.generate(PROMPT, drafter="faulty", **LONG)
     thread.join()
-    wait_until(lambda: both_sides(tiny_engine) == 0)
+    wait_until(lambda: both_sides(tiny_engine) == 0, seconds=2)
     assert len(plain_tokens(tiny_engine)) == 12
 
 
@@ -108,3 +112,4 @@ def test_closing_does_not_wait_for_a_device_that_hangs(load_tiny, monkeypatch, c
             list(stream)
     finally:
         release.set()
+        device_thread().submit(lambda: None).result(10)  # an exit while MLX runs aborts the process
