@@ -61,7 +61,7 @@ DRAFTERS = {"eagle3": TreeOptions(), "random": TreeOptions(nodes=5, depth=3, top
 
 @dataclass
 class Arm:
-    """Outcome of one drafter under one sampler, alone or in a batch; ``tokens`` are those that were compared."""
+    """Outcome of one drafter under one sampler, alone or in a batch: tokens that were compared, drafters lost."""
 
     sampler: str
     drafter: str
@@ -70,7 +70,7 @@ class Arm:
     prompts: int = 0
     identical: int = 0
     rounds: int = 0
-    drafted: int = 0
+    lost: int = 0
     seconds: float = 0.0
     ties: list[dict[str, Any]] = field(default_factory=list)
     differences: list[dict[str, Any]] = field(default_factory=list)
@@ -116,7 +116,7 @@ def run_arm(
         parted = agreement.tie_at if agreement.differs_at is None else agreement.differs_at
         arm.tokens += len(expected) if parted is None else min(parted + 1, len(expected))
         arm.rounds += result.stats.rounds
-        arm.drafted += result.stats.drafted_rounds
+        arm.lost += result.drafter_lost is not None
         arm.identical += agreement.identical
         if agreement.tie_at is not None:
             arm.ties.append({"prompt": index, "token": agreement.tie_at})
@@ -168,8 +168,8 @@ def verify(prompts: Sequence[Prompt], max_tokens: int, few: int, few_tokens: int
     ties = sum(len(arm.ties) for arm in arms)
     differences = sum(len(arm.differences) for arm in arms)
     return {
-        # An arm that lost its drafter shows nothing.
-        "passed": not differences and ties <= MAX_TIES * tokens and all(2 * a.drafted >= a.rounds for a in arms),
+        # A session that lost its drafter shows nothing.
+        "passed": not differences and ties <= MAX_TIES * tokens and not any(arm.lost for arm in arms),
         "commit": _commit(),
         "machine": where,
         "seconds": round(time.monotonic() - start),

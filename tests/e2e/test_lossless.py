@@ -6,6 +6,7 @@ from services.bench.lossless import SAMPLERS, run_arm, run_plain
 from services.bench.prompts import read_prompts
 
 PROMPTS = read_prompts()[::6]
+EIGHT = read_prompts()[::3]
 TOKENS = 16
 ARMS = [(sampler, drafter) for sampler in ("greedy", "t1.0") for drafter in ("eagle3", "random", "root")]
 ARMS += [(sampler, "eagle3") for sampler in SAMPLERS if sampler not in ("greedy", "t1.0")]
@@ -27,17 +28,23 @@ def plain(engine):
 @pytest.mark.parametrize(("sampler", "drafter"), ARMS)
 def test_speculation_changes_no_token(engine, plain, sampler, drafter):
     arm = run_arm(engine, PROMPTS, plain(sampler), sampler, drafter, len(PROMPTS), TOKENS)
-    assert arm.differences == []
-    assert len(arm.ties) <= 1
+    # At one tie in 10 000 tokens, the few hundred of all these arms have none.
+    assert arm.identical == arm.prompts == len(PROMPTS)
     assert arm.tokens > len(PROMPTS) * TOKENS // 2
+    assert arm.lost == 0
     if drafter == "eagle3" and sampler == "greedy":
         assert arm.rounds < 0.75 * arm.tokens  # speculation really ran
 
 
 @pytest.mark.real
-def test_alone_equals_beside_seven_neighbours(engine, plain):
-    arm = run_arm(engine, PROMPTS[:1], plain("greedy")[:1], "greedy", "eagle3", 1, TOKENS)
-    assert arm.differences == []
+def test_alone_equals_beside_seven_neighbours(engine):
+    requests = [engine.request(p.text, max_tokens=TOKENS, drafter="eagle3") for p in EIGHT]
+    alone = [engine.run_all([request])[0].token_ids for request in requests[:2]]
+    before = engine.verifier.batches
+    together = engine.run_all(requests)
+    batches = engine.verifier.batches - before
+    assert [result.token_ids for result in together[:2]] == alone
+    assert batches < sum(result.stats.rounds for result in together) / 3  # side by side, though not in step
 
 
 @pytest.mark.real
