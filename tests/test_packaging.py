@@ -1,11 +1,15 @@
 """The project beside others: names, versions and files that ship."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 from services import __version__
+from services.orchestrator.text import MAX_STOP_LENGTH, MAX_STOPS
+from services.speculation.errors import Reason
+from services.targets.loader import MAX_TREE_NODES
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +28,7 @@ def test_transformers_and_mlx_lm_import_beside_ours_from_another_directory(tmp_p
 
 
 def test_help_and_version_do_not_load_mlx():
-    code = "import sys; from services.cli.main import build_parser; build_parser(); print('mlx.core' in sys.modules)"
+    code = "import sys; from services.cli import main; main.build_parser(); print('mlx.core' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
 
@@ -41,15 +45,18 @@ def test_shipped_drafter_is_at_most_20_megabytes():
     assert (folder / "README.md").exists()
 
 
-def test_prompt_set_is_fixed():
-    import hashlib
-
-    from services.bench.prompts import DEFAULT, read_prompts
-
-    prompts = read_prompts()
-    assert len(prompts) == 24
-    assert len({p.kind for p in prompts}) == 4
-    assert hashlib.sha256(DEFAULT.read_bytes()).hexdigest() == PROMPTS_SHA256
+def test_every_reason_and_no_other_is_documented():
+    text = (ROOT / "docs/errors.md").read_text()
+    assert re.findall(r"^\| `([A-Z_]+)` \| \w", text, re.MULTILINE) == [reason.value for reason in Reason]
 
 
-PROMPTS_SHA256 = "97ebc7009e548480f3bb306678dd417a61fba5f175a2df3eba57ea2e7db131e4"
+def test_documented_limits_are_those_that_hold():
+    text = (ROOT / "docs/errors.md").read_text()
+    assert f"at most {MAX_STOPS}, of at most {MAX_STOP_LENGTH} characters" in text
+    assert f"at most {MAX_TREE_NODES} nodes" in text
+
+
+def test_links_of_the_documentation_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/errors.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page} links to {link}"
