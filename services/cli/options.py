@@ -73,8 +73,6 @@ def request_options(options: argparse.Namespace) -> dict[str, Any]:
         "stop": tuple(options.stop),
         "ignore_eos": options.ignore_eos,
         "tree": tree(options),
-        # The engine holds what --drafter named, so the best that it holds is right; "auto" warns when it holds none.
-        "drafter": "off" if options.drafter == "off" else "auto",
     }
 
 
