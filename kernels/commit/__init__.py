@@ -14,11 +14,9 @@ def commit_rows(
     """Copies of the caches with new rows in place; lazy.
 
     Args:
-        caches: [1, kv_heads, capacity, d] each: all keys, then all values.
-        rows: [1, kv_heads, n, d] each, the new rows of the same layers.
+        caches: [1, kv_heads, capacity, d] each.
+        rows: [1, kv_heads, n, d] each, the new rows for each of them.
         path: [p] int32, indices of the rows to keep in order; -1 after the last.
         length: [1] int32, the slot of the first kept row; ``length + p <= capacity``.
     """
-    half = len(caches) // 2
-    alike = all(keys.shape == values.shape for keys, values in zip(caches[:half], caches[half:], strict=True))
-    return (cuda if on_cuda() and alike else reference).commit_rows(caches, rows, path, length)
+    return (cuda if on_cuda() else reference).commit_rows(caches, rows, path, length)

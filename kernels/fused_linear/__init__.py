@@ -9,7 +9,7 @@ from kernels._cuda import on_cuda
 from kernels.fused_linear import cuda, reference
 from kernels.fused_linear.weight import Weight
 
-__all__ = ["Weight", "linear", "linear_add", "norm_linear", "norm_swiglu"]
+__all__ = ["Weight", "linear", "linear_add", "norm_linear", "norm_linear_add", "norm_swiglu"]
 
 
 def linear(x: mx.array, weight: Weight) -> mx.array:
@@ -38,6 +38,13 @@ def linear_add(x: mx.array, weight: Weight, residual: mx.array) -> mx.array:
     if on_cuda() and cuda.supports(x, weight):
         return cuda.linear_add(x, weight, residual)
     return reference.linear_add(x, weight, residual)
+
+
+def norm_linear_add(x: mx.array, norm: mx.array, eps: float, weight: Weight, residual: mx.array) -> mx.array:
+    """``residual + rms_norm(x) @ W.T``; arguments as in ``norm_linear`` and ``linear_add``."""
+    if on_cuda() and cuda.supports(x, weight):
+        return cuda.norm_linear_add(x, norm, eps, weight, residual)
+    return reference.norm_linear_add(x, norm, eps, weight, residual)
 
 
 def norm_swiglu(x: mx.array, norm: mx.array, eps: float, gate: Weight, up: Weight) -> mx.array:

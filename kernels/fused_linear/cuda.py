@@ -108,6 +108,7 @@ _SOURCE = """
     out[place] = static_cast<T>(RESULT);
   }
 """
+_ADDED = "totals[0] + static_cast<float>(residual[place])"
 _NORM_PROLOGUE = """
   __shared__ float inverse[TILES * 8];
   for (int row = warp; row < rows; row += WARPS) {
@@ -153,8 +154,13 @@ def norm_linear(x: mx.array, norm: mx.array, eps: float, weight: Weight) -> mx.a
 
 def linear_add(x: mx.array, weight: Weight, residual: mx.array) -> mx.array:
     """See ``kernels.fused_linear.linear_add``."""
-    result = "totals[0] + static_cast<float>(residual[place])"
-    return _run("linear_add", x, [weight], {"residual": mx.contiguous(residual)}, result)
+    return _run("linear_add", x, [weight], {"residual": mx.contiguous(residual)}, _ADDED)
+
+
+def norm_linear_add(x: mx.array, norm: mx.array, eps: float, weight: Weight, residual: mx.array) -> mx.array:
+    """See ``kernels.fused_linear.norm_linear_add``."""
+    extras = {"norm": norm, "eps": mx.array([eps], mx.float32), "residual": mx.contiguous(residual)}
+    return _run("norm_linear_add", x, [weight], extras, _ADDED)
 
 
 def norm_swiglu(x: mx.array, norm: mx.array, eps: float, gate: Weight, up: Weight) -> mx.array:

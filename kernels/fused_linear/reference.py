@@ -25,6 +25,11 @@ def linear_add(x: mx.array, weight: Weight, residual: mx.array) -> mx.array:
     return residual + linear(x, weight)
 
 
+def norm_linear_add(x: mx.array, norm: mx.array, eps: float, weight: Weight, residual: mx.array) -> mx.array:
+    """See ``kernels.fused_linear.norm_linear_add``."""
+    return residual + norm_linear(x, norm, eps, weight)
+
+
 def norm_swiglu(x: mx.array, norm: mx.array, eps: float, gate: Weight, up: Weight) -> mx.array:
     """See ``kernels.fused_linear.norm_swiglu``."""
     normed = mx.fast.rms_norm(x, norm, eps)

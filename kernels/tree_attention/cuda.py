@@ -108,7 +108,8 @@ _JOINT = _write_source(
   const int stride = (heads + 2 * kv_heads) * D;
   auto rotate = [&](const T* at, int from, int i) {
     const int half = i < D / 2 ? i : i - D / 2;
-    const float c = cosines[from * (D / 2) + half], s = sines[from * (D / 2) + half];
+    const float c = cosines[from * cosines_strides[0] + half * cosines_strides[1]];
+    const float s = sines[from * sines_strides[0] + half * sines_strides[1]];
     const float low = static_cast<float>(at[half]), high = static_cast<float>(at[half + D / 2]);
     return static_cast<T>(i < D / 2 ? low * c - high * s : high * c + low * s);
   };

@@ -4,9 +4,11 @@ Rows of a round are padded to one count and keys to the cache's capacity, so a b
 """
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from kernels.tree_attention import tree_attention
+from kernels.commit import commit_rows
+from kernels.tree_attention import prefix_tree_attention, rotary_tree_attention
 from services.drafter import growth
 from services.drafter.family import TraceableDraftModel
 from services.drafter.session import SINK_ROWS, DraftSession
@@ -14,6 +16,7 @@ from services.speculation.growth import Budget, Candidates, rerank
 from services.speculation.messages import Features
 from services.speculation.trees import DraftTree, IntArray
 from services.targets.features import to_mlx
+from services.targets.seams import rotation_tables
 
 ROUND_ROWS = 8
 """Observed rows of a round are padded to this; more are a prompt's, and not compiled."""
@@ -54,7 +57,8 @@ class CompiledDrafting:
     def _read_rows(self, told: mx.array, taps: mx.array, arrays: list[mx.array]) -> tuple[mx.array, list[mx.array]]:
         slots = Slots(told[:3], arrays[0].shape[2])
         positions = slots.length + mx.arange(ROUND_ROWS)
-        rows = FixedRows(list(arrays), positions, slots.seen_by(positions), slots.start)
+        own = sees(positions, positions, slots.window)
+        rows = FixedRows(list(arrays), positions, slots.kept_seen_by(positions), own, slots.start)
         states = self._model.read(told[4:], list(taps), rows)
         return states[told[3:4]], rows.arrays
 
@@ -115,6 +119,12 @@ def _place(session: DraftSession) -> tuple[int, int, int]:
     return session.kv.length, session.length - session.kv.length, session.window
 
 
+def sees(queries: mx.array, keys: mx.array, window: mx.array) -> mx.array:
+    """``session.sees`` on the device: [q], [k] positions -> [q, k] bool."""
+    back = queries[:, None] - keys
+    return (back >= 0) & ((keys < SINK_ROWS) | (back < window))
+
+
 class Slots:
     """Which position each slot of a cache holds: the first SINK_ROWS their own, later ones ``dropped`` more.
 
@@ -124,19 +134,14 @@ class Slots:
     """
 
     def __init__(self, place: mx.array, capacity: int) -> None:
-        self.start, dropped, self._window = place[:1], place[1:2], place[2:]
+        self.start, dropped, self.window = place[:1], place[1:2], place[2:]
         self.length = self.start + dropped
         self._slots = mx.arange(capacity)
         self._positions = mx.where(self._slots < SINK_ROWS, self._slots, self._slots + dropped)
 
-    def seen_by(self, positions: mx.array) -> mx.array:
-        """[n] -> [n, capacity] bool: slots of positions up to each, within the window or a sink."""
-        back = positions[:, None] - self._positions
-        return (back >= 0) & ((self._slots < SINK_ROWS) | (back < self._window))
-
     def kept_seen_by(self, positions: mx.array) -> mx.array:
-        """As ``seen_by``, without the slots of rows to come."""
-        return self.seen_by(positions) & (self._slots < self.start)
+        """[n] -> [n, capacity] bool: the kept rows that rows at these positions see."""
+        return sees(positions, self._positions, self.window) & (self._slots < self.start)
 
 
 class FixedRows:
@@ -145,20 +150,39 @@ class FixedRows:
     Args:
         arrays: Keys of every layer, then values, [1, kv_heads, capacity, d]; replaced as layers write.
         positions: [n].
-        visible: [n, capacity] bool, the new rows' own slots included.
+        visible: [n, capacity] bool, the cached rows that each new row sees.
+        own: [n, n] bool, the new rows that it sees.
         start: [1] slot of the first new row.
     """
 
-    def __init__(self, arrays: list[mx.array], positions: mx.array, visible: mx.array, start: mx.array) -> None:
+    def __init__(
+        self, arrays: list[mx.array], positions: mx.array, visible: mx.array, own: mx.array, start: mx.array
+    ) -> None:
         self.arrays, self.positions = arrays, positions
-        self._visible, self._start = visible, start
+        self._visible, self._own, self._start = visible, own, start
 
     def attend(self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        slots = (layer, len(self.arrays) // 2 + layer)
-        for slot, rows in zip(slots, (keys, values), strict=True):
-            self.arrays[slot] = mx.slice_update(self.arrays[slot], rows, self._start, (2,))
-        all_keys, all_values = (self.arrays[slot] for slot in slots)
-        return tree_attention(queries, all_keys, all_values, self._visible, scale)
+        prefix, new = self._cached(layer), (keys, values)
+        out = prefix_tree_attention(queries, prefix, new, self._visible, self._own, self._start, scale)
+        self._store(layer, keys, values)
+        return out
+
+    def attend_joint(self, layer: int, joint: mx.array, rope: nn.Module, scale: float) -> mx.array:
+        """Rows as ``rotary_tree_attention`` takes them -> attended [n, heads d]."""
+        prefix = self._cached(layer)
+        tables = rotation_tables(rope, self.positions, prefix[0].shape[3])
+        masks = self._visible, self._own, self._start
+        attended, keys, values = rotary_tree_attention(joint, prefix, tables, *masks, scale)
+        self._store(layer, keys, values)
+        return attended
+
+    def _cached(self, layer: int) -> tuple[mx.array, mx.array]:
+        return self.arrays[layer], self.arrays[len(self.arrays) // 2 + layer]
+
+    def _store(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        order = mx.arange(keys.shape[2])
+        fresh = commit_rows(self._cached(layer), (keys, values), order, self._start)
+        self.arrays[layer], self.arrays[len(self.arrays) // 2 + layer] = fresh
 
 
 class _FixedTree:
@@ -170,6 +194,8 @@ class _FixedTree:
     def tree_rows(self, depth: int, ancestors: mx.array, scratch: int) -> FixedRows:
         position = self._slots.length + (depth - 1)  # one before its token, as in ``DraftSession.tree_position``
         count, start = ancestors.shape[0], self._slots.start
-        prefix = mx.broadcast_to(self._slots.kept_seen_by(position), (count, self._arrays[0].shape[2]))
-        visible = mx.slice_update(prefix, ancestors, start, (1,))
-        return FixedRows(self._arrays, mx.broadcast_to(position, (count,)), visible, start + scratch)
+        visible = mx.broadcast_to(self._slots.kept_seen_by(position), (count, self._arrays[0].shape[2]))
+        if scratch:
+            visible = mx.slice_update(visible, ancestors[:, :scratch], start, (1,))
+        positions = mx.broadcast_to(position, (count,))
+        return FixedRows(self._arrays, positions, visible, ancestors[:, scratch:], start + scratch)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.frontier import choose_frontier
 from services.drafter.family import DraftModel, Frontier, TreeSession
 from services.drafter.session import DraftSession
 from services.speculation.growth import Budget, Candidates, rerank, score_candidates
@@ -44,7 +45,7 @@ def propose(
     session: TreeSession,
     last: mx.array,
     budget: Budget,
-    width: Callable[[Levels, Picks, mx.array], int],
+    width: Callable[[Levels, Picks], int],
 ) -> tuple[Levels, Picks]:
     """Expand a frontier at each depth, lazily.
 
@@ -53,7 +54,7 @@ def propose(
         session: Where tree rows go.
         last: [1, hidden] state that predicts the root's children.
         budget: Depth and children of a node.
-        width: Most nodes to expand of those whose total scores [n] it is given, with all levels so far.
+        width: Most nodes to expand at the newest of the levels so far.
     """
     hidden, scores = last, mx.zeros((1,))
     ancestors = mx.zeros((1, 0), mx.bool_)
@@ -65,22 +66,19 @@ def propose(
         levels.append((log_probs, tokens))
         if depth == budget.max_depth:
             break
-        totals = (scores[:, None] + log_probs).reshape(-1)
-        count = min(width(levels, picks, totals), totals.shape[0])
+        count = min(width(levels, picks), log_probs.size)
         if count == 0:
             break
-        pick = mx.argsort(-totals)[:count]
-        picks.append(pick)
-        parents = pick // log_probs.shape[1]
-        scores = totals[pick]
-        ancestors = mx.concatenate([ancestors[parents], mx.eye(count, dtype=mx.bool_)], axis=1)
-        frontier = Frontier(tokens.reshape(-1)[pick], hidden[parents], ancestors, depth, scratch)
+        chosen = choose_frontier(log_probs, tokens, scores, ancestors, count)
+        picks.append(chosen.pick)
+        scores, ancestors = chosen.scores, chosen.ancestors
+        frontier = Frontier(chosen.tokens, hidden[chosen.parents], ancestors, depth, scratch)
         hidden = model.expand(session, frontier)
         scratch += count
     return levels, picks
 
 
-def _frontier_width(budget: Budget, levels: Levels, picks: Picks, totals: mx.array) -> int:
+def _frontier_width(budget: Budget, levels: Levels, picks: Picks) -> int:
     """How many of the best new nodes to expand: top_k, or fewer under a stop rule, which reads scores back.
 
     A node below the rule's floor has no children in the tree, and neither has one that is worse than the best
@@ -96,7 +94,7 @@ def _frontier_width(budget: Budget, levels: Levels, picks: Picks, totals: mx.arr
     scores[np.isnan(scores)] = -np.inf
     rivals = np.sort(scores)[::-1]
     floor = max(budget.min_log_prob, rivals[room - 1] if len(rivals) >= room else -np.inf)
-    return min(widest, int((scores[-totals.shape[0] :] >= floor).sum()))
+    return min(widest, int((scores[-levels[-1][0].size :] >= floor).sum()))
 
 
 Values = mx.array | NDArray[Any]

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
@@ -24,7 +23,7 @@ from services.drafter.compiled import CompiledDrafting
 from services.drafter.eagle3.config import NO_OVERRIDES, Overrides
 from services.drafter.family import DraftModel, TraceableDraftModel
 from services.drafter.host import DrafterHost
-from services.drafter.loader import choose_checkpoint, load_drafter
+from services.drafter.loader import load_chosen
 from services.embedded.ports import LocalDrafterPort, LocalVerifierPort
 from services.orchestrator.generation import Chunk, Done
 from services.orchestrator.service import Orchestrator, Request
@@ -110,17 +109,14 @@ class Engine:
         engine = cls()
         try:
             engine.target = engine.on_device(lambda: load_target(target))
-            path = choose_checkpoint(drafter, engine.target.info)
             engine._drafting = "off" if drafter == "off" else "auto"
-            model = engine._load_drafter(path, overrides) if path else None
+            info, shared = engine.target.info, engine.target.tensor
+            model = engine.on_device(lambda: load_chosen(drafter, info, shared, overrides))
             engine._call(engine._start(model, kv_bytes))
         except BaseException:
             engine.close()
             raise
         return engine
-
-    def _load_drafter(self, path: Path, overrides: Overrides) -> TraceableDraftModel:
-        return self.on_device(lambda: load_drafter(path, self.target.info, self.target.tensor, overrides))
 
     async def _start(self, model: TraceableDraftModel | None, kv_bytes: int | None) -> None:
         target, files = self.target, self.target.tokenizer

@@ -17,7 +17,7 @@ from services.speculation.trees import IntArray, ancestor_mask, node_depths
 from services.targets import cuda
 from services.targets.kv_rows import KVRows
 from services.targets.ragged import SessionRows, WindowMask
-from services.targets.seams import Recorder, RowRope, rope_key
+from services.targets.seams import Recorder, RowRope, rope_key, rotation_tables
 
 ROW_COUNTS = (1, 16, 64)
 """Trees are padded to the next of these."""
@@ -139,10 +139,7 @@ class FixedRows:
         """Cosines and sines [n, width / 2] of the rows' positions, built once for layers that rotate alike."""
         key = rope_key(rope["_base"] if isinstance(rope, RowRope) else rope)
         if key not in self._tables:
-            # A rotated unit vector of the first half is (cos, sin) of each pair.
-            unit = mx.concatenate([mx.ones(width // 2), mx.zeros(width // 2)])
-            turned = rope(mx.broadcast_to(unit, (1, 1, len(self.positions), width)), offset=self.positions)[0, 0]
-            self._tables[key] = turned[:, : width // 2], turned[:, width // 2 :]
+            self._tables[key] = rotation_tables(rope, self.positions, width)
         return self._tables[key]
 
 

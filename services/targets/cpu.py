@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from services.targets.seams import RowRope, rope_key, swap_call
+from services.targets.seams import RowRope, rope_key, rotation_tables, swap_call
 
 _TOLERANCE = 2e-6
 
@@ -47,11 +47,7 @@ class TableRope(RowRope):
 
     def _build(self, offset: int | mx.array, rows: int) -> tuple[mx.array, mx.array]:
         positions = mx.arange(offset, offset + rows) if isinstance(offset, int) else offset
-        half = self._dims // 2
-        unit = mx.concatenate([mx.ones(half), mx.zeros(half)])
-        # A rotated unit vector of the first half is (cos, sin) of each pair.
-        rotated = self._base(mx.broadcast_to(unit, (rows, 1, 1, self._dims)), offset=positions)[:, 0, 0]
-        cosine, sine = rotated[:, :half], rotated[:, half:]
+        cosine, sine = rotation_tables(RowRope(self._base), positions, self._dims)
         return mx.concatenate([cosine, cosine], axis=-1), mx.concatenate([-sine, sine], axis=-1)
 
 

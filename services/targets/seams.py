@@ -147,6 +147,21 @@ class RowRope(nn.Module):
         return rows.transpose(2, 1, 0, 3)
 
 
+def rotation_tables(rope: nn.Module, positions: mx.array, width: int) -> tuple[mx.array, mx.array]:
+    """Cosines and sines [n, width / 2] by which a rope of halves turns the pairs (i, i + width / 2), scaling included.
+
+    Args:
+        rope: Takes one offset a row (``RowRope``).
+        positions: [n].
+        width: Dimensions that turn.
+    """
+    positions = positions.reshape(-1)  # a lone row's may have no dimension
+    # A rotated unit vector of the first half is (cos, sin) of each pair.
+    unit = mx.concatenate([mx.ones(width // 2), mx.zeros(width // 2)])
+    turned = rope(mx.broadcast_to(unit, (1, 1, len(positions), width)), offset=positions)[0, 0]
+    return turned[:, : width // 2], turned[:, width // 2 :]
+
+
 def rope_key(rope: nn.Module) -> tuple[Any, ...]:
     """Equal for ropes that rotate alike, so that layers can share tables."""
     state = {**rope.__dict__, **rope}

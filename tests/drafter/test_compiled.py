@@ -8,6 +8,7 @@ import pytest
 from kernels.top_k import reference
 from services.drafter.compiled import ROUND_ROWS, CompiledDrafting
 from services.drafter.eagle3 import model as eagle3
+from services.drafter.eagle3.fused import swap_first_layer
 from services.drafter.growth import grow
 from services.speculation.errors import AerieError, Reason
 from services.speculation.growth import Budget
@@ -15,7 +16,7 @@ from services.speculation.trees import path_to
 from services.targets.kv_rows import STEP
 from tests.drafter.eagle3 import checkpoints
 from tests.drafter.eagle3.reference import Design
-from tests.drafter.eagle3.test_model import OPTIONS, assert_same_session, build
+from tests.drafter.eagle3.test_model import LLAMA3, OPTIONS, assert_same_session, build
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +46,14 @@ def assert_same_tree(a, b):
 
 
 @pytest.mark.parametrize("window", [8, 2048])
-@pytest.mark.parametrize("option", ["plain", "two_layers_with_everything", "target_head"])
+@pytest.mark.parametrize("option", ["plain", "two_layers_with_everything", "target_head", "fused", "fused_normed"])
 def test_fixed_shapes_change_nothing(tmp_path, option, window):
-    design = Design(**OPTIONS[option])
-    drafter, _, _weights = build(tmp_path, design, window)
+    """The fused first layer is CUDA's; here it runs by the plain MLX references of its kernels."""
+    own = {"fused": {"scaling": LLAMA3}, "fused_normed": {"norm_before_residual": True, "layers": 2}}
+    design = Design(**(own | OPTIONS)[option])
+    drafter, _, _ = build(tmp_path, design, window)
+    if option in own:
+        assert swap_first_layer(drafter._network.layers[0])
     compiled, budget = CompiledDrafting(drafter), Budget(20, 4, 3)
     features, tokens = checkpoints.random_rows(design, 70)
     a, b = drafter.new_session(), drafter.new_session()
@@ -109,3 +114,9 @@ def test_features_of_another_place_are_refused(tmp_path):
     with pytest.raises(AerieError) as refused:
         compiled.observe(session, np.array(tokens[10:12], np.int32), checkpoints.cut(features, 10, 12))
     assert refused.value.reason is Reason.FEATURE_GAP
+
+
+def test_layers_with_norms_or_biases_of_their_own_stay(tmp_path):
+    for number, option in enumerate(("qk_norm", "attention_bias", "mlp_bias")):
+        drafter, _, _ = build(tmp_path / str(number), Design(**OPTIONS[option]))
+        assert not swap_first_layer(drafter._network.layers[0])

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels.fused_linear import Weight, linear, linear_add, norm_linear, norm_swiglu
+from kernels.fused_linear import Weight, linear, linear_add, norm_linear, norm_linear_add, norm_swiglu
 
 ROWS = [1, 2, 5, 16, 33, 64, 65]
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 6e-2}  # the CPU adds up in half precision
@@ -53,6 +53,8 @@ def test_products_with_their_norm_and_residual(rows, kind, dtype):
     assert_close(norm_linear(x, norm, 1e-5, weight), normed(wide(x), wide(norm), 1e-5) @ plain.T, dtype)
     residual = draw(rows, 48, 1, dtype)[0]
     assert_close(linear_add(x, weight, residual), wide(residual) + wide(x) @ plain.T, dtype)
+    both = wide(residual) + normed(wide(x), wide(norm), 1e-5) @ plain.T
+    assert_close(norm_linear_add(x, norm, 1e-5, weight, residual), both, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

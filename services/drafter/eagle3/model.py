@@ -11,9 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from kernels.fused_linear import Weight, linear
+from kernels._cuda import on_cuda
+from kernels.fused_linear import Weight, linear, norm_linear
 from kernels.top_k import top_log_probs
 from services.drafter.eagle3.config import Eagle3Spec
+from services.drafter.eagle3.fused import swap_first_layer
 from services.drafter.eagle3.weights import Eagle3Checkpoint
 from services.drafter.family import Frontier, TreeSession
 from services.drafter.session import WINDOW, DraftSession, Rows
@@ -178,8 +180,6 @@ class Eagle3Drafter:
         self._dtype = mx.float32 if on_cpu else mx.bfloat16
         self._network = Eagle3Network(spec, on_cpu)
         weights = {name: w.astype(self._dtype) for name, w in checkpoint.weights.items()}
-        if not on_cpu:
-            cuda.swap_linears(self._network)
         self._network.load_weights(list(_fill_biases(spec, weights).items()))
         self._embedding = weights["embed_tokens.weight"] if spec.own_embedding else _fetch(shared, "embed_tokens", spec)
         self._head = {
@@ -187,8 +187,12 @@ class Eagle3Drafter:
             "embedding": lambda: self._embedding,
             "target": lambda: _fetch(shared, "lm_head", spec),
         }[spec.head]()
+        self._embedding, self._head = self._embedding.astype(self._dtype), self._head.astype(self._dtype)
         self._target_ids = mx.array(checkpoint.draft_to_target)
         mx.eval(self._network.parameters(), self._embedding, self._head, self._target_ids)
+        if on_cuda():
+            cuda.swap_linears(self._network)
+            swap_first_layer(self._network.layers[0])
         assert spec.taps is not None
         self.info = DrafterInfo(name, "eagle3", spec.taps, checkpoint.target_fingerprint, checkpoint.parameters)
 
@@ -231,15 +235,16 @@ class Eagle3Drafter:
         return self._recycle(self._network(self._embed(frontier.tokens), frontier.hidden, rows))
 
     def top_children(self, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
-        normed = hidden if self._spec.recycle_post_norm else self._network.norm(hidden)
-        logits = linear(normed, Weight(self._head))
+        head, norm = Weight(self._head), self._network.norm
+        post = self._spec.recycle_post_norm
+        logits = linear(hidden, head) if post else norm_linear(hidden, norm.weight, norm.eps, head)
         if self._spec.logit_scale != 1:
             logits = logits * self._spec.logit_scale
         log_probs, ids = top_log_probs(logits, min(k, self._spec.draft_vocab_size))
         return log_probs, self._target_ids[ids]
 
     def _embed(self, tokens: mx.array) -> mx.array:
-        return self._embedding[tokens].astype(self._dtype)
+        return self._embedding[tokens]
 
     def _recycle(self, out: mx.array) -> mx.array:
         return self._network.norm(out) if self._spec.recycle_post_norm else out
