@@ -7,7 +7,7 @@ from services.bench.prompts import read_prompts
 
 PROMPTS = read_prompts()[::6]
 EIGHT = read_prompts()[::3]
-TOKENS = 16
+TOKENS = 12
 ARMS = [(sampler, drafter) for sampler in ("greedy", "t1.0") for drafter in ("eagle3", "random", "root")]
 ARMS += [(sampler, "eagle3") for sampler in SAMPLERS if sampler not in ("greedy", "t1.0")]
 

@@ -63,6 +63,8 @@ CASES = [
     for window in (None, 1, 4, 38, 500)
 ]
 
+WIDTHS = [(DIM, mx.float32), (64, mx.float16), (128, mx.bfloat16)]
+
 
 @pytest.mark.parametrize(("parents", "prefix", "window"), CASES)
 def test_masks_hold_exactly_prefix_ancestors_and_self(parents, prefix, window):
@@ -96,8 +98,7 @@ def test_attention_matches_a_softmax_in_float64(parents, prefix, window, sinks):
         np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("dim", [DIM, 64, 128])
+@pytest.mark.parametrize(("dim", "dtype"), WIDTHS)
 @pytest.mark.parametrize(("parents", "prefix", "window"), CASES)
 def test_a_prefix_apart_matches_a_softmax_in_float64(parents, prefix, window, dim, dtype):
     """The cache has room to spare; inputs are the transposed views that models make. CUDA has its own kernel."""
@@ -135,8 +136,7 @@ def rotate(x, positions, base=100.0):
     return np.concatenate([turned.real, turned.imag], axis=-1), angles
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("dim", [DIM, 64, 128])
+@pytest.mark.parametrize(("dim", "dtype"), WIDTHS)
 @pytest.mark.parametrize(("parents", "prefix", "window"), CASES)
 def test_rotation_on_the_way_matches_a_softmax_in_float64(parents, prefix, window, dim, dtype):
     rng, rows, capacity = np.random.default_rng(prefix + dim), len(parents), 64
