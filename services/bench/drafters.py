@@ -5,7 +5,6 @@ import numpy as np
 
 from services.drafter.family import Frontier, TreeSession
 from services.drafter.session import DraftSession
-from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import DrafterInfo, Features
 from services.speculation.trees import IntArray
 from services.targets.kv_rows import KVRows
@@ -28,9 +27,8 @@ class RandomDrafter:
         return DraftSession(KVRows(0))
 
     def observe(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
-        if features.base != session.length:
-            raise AerieError(Reason.FEATURE_GAP, f"features start at {features.base}, expected {session.length}")
-        session.length += len(tokens)
+        session.check_base(features.base)
+        session.length = features.base + len(tokens)
         session.last = mx.zeros((1, 1))
 
     def expand(self, session: TreeSession, frontier: Frontier) -> mx.array:

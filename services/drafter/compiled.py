@@ -11,10 +11,11 @@ from kernels.commit import commit_rows
 from kernels.tree_attention import prefix_tree_attention, rotary_tree_attention
 from services.drafter import growth
 from services.drafter.family import TraceableDraftModel
-from services.drafter.session import SINK_ROWS, DraftSession
+from services.drafter.session import DraftSession
 from services.speculation.growth import Budget, Candidates, rerank
 from services.speculation.messages import Features
 from services.speculation.trees import DraftTree, IntArray
+from services.speculation.window import SINK_ROWS
 from services.targets.features import to_mlx
 from services.targets.seams import rotation_tables
 
@@ -42,6 +43,7 @@ class CompiledDrafting:
         if not session.length or not 0 < count <= ROUND_ROWS:
             return self._model.observe(session, tokens, features)
         self._model.check_features(session, tokens, features)
+        session.length = features.base
         session.kv.reserve(ROUND_ROWS)
         taps = np.stack([features.rows[tap] for tap in self._model.info.taps])
         padded = np.zeros((len(taps), ROUND_ROWS, taps.shape[2]), taps.dtype)

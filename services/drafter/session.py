@@ -10,12 +10,11 @@ import mlx.core as mx
 import numpy as np
 
 from kernels.tree_attention import tree_attention
+from services.speculation.errors import AerieError, Reason
 from services.speculation.trees import BoolArray, IntArray
+from services.speculation.window import SINK_ROWS, WINDOW
 from services.targets.kv_rows import KVRows
 
-SINK_ROWS = 4
-"""First positions, kept whatever the window: their massive activations serve attention as a sink."""
-WINDOW = 2048
 _DROP_STEP = 256
 
 
@@ -69,6 +68,18 @@ class DraftSession:
     kept: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     length: int = 0
     last: mx.array | None = None
+
+    def check_base(self, base: int) -> None:
+        """Refuse rows that do not follow the observed ones.
+
+        After the sinks a long prompt's rows are left out, up to those that its end still sees.
+
+        Raises:
+            AerieError: FEATURE_GAP.
+        """
+        left_out = base > self.length == SINK_ROWS
+        if base != self.length and not left_out:
+            raise AerieError(Reason.FEATURE_GAP, f"features start at {base}, expected {self.length}")
 
     def true_rows(self, count: int) -> CachedRows:
         """The next ``count`` true rows."""

@@ -30,6 +30,7 @@ from services.speculation.messages import (
     Verify,
 )
 from services.speculation.walk import walk
+from services.speculation.window import kept_ranges
 from services.targets.features import to_numpy
 from services.targets.ragged import SessionRows
 from services.targets.target import Target
@@ -303,12 +304,11 @@ class VerifierHost(Actor[FromClient | Closed]):
         self.batched_rows += sum(len(r.tokens) for r in rows)
         return choices, out.logits if keep_logits else None, recorded
 
-    def _finish_slice(self, work: _Work, judge: Judge, features: Features, start: float) -> list[Delivery]:
+    def _finish_slice(self, work: _Work, judge: Judge, features: Features, _: float) -> list[Delivery]:
         session, request = work.session, work.session.request
-        done = session.kv.length + work.length
-        following = tuple(session.tokens[features.base + 1 : done + 1])
+        done, prompt = session.kv.length + work.length, len(session.tokens)
         deliveries: list[Delivery] = []
-        if done < len(session.tokens):
+        if done < prompt:
             _commit(session, range(work.length))
             self._ready.append(_Work(session, None))
         else:
@@ -317,13 +317,18 @@ class VerifierHost(Actor[FromClient | Closed]):
             _commit(session, range(work.length))
             finish = session.commit_tokens((token,))
             session.prefilled = True
-            following = (*following, token)
             seconds = time.monotonic() - session.opened
             prefilled = Prefilled(request.session, request.epoch, token, finish, seconds, log_probs)
             deliveries = [(session, prefilled)]
-        if request.taps:
-            deliveries.insert(0, (session, History(request.session, request.epoch, features, following)))
-        return deliveries
+        if not request.taps:
+            return deliveries
+        histories: list[Delivery] = []
+        for start, stop in kept_ranges(features.base, done, prompt):
+            rows = {tap: values[start - features.base : stop - features.base] for tap, values in features.rows.items()}
+            following = tuple(session.tokens[start + 1 : stop + 1])
+            history = History(request.session, request.epoch, Features(start, rows), following)
+            histories.append((session, history))
+        return histories + deliveries
 
 
 def _finish_verify(work: _Work, judge: Judge, features: Features, start: float) -> list[Delivery]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from services.runtime.device import device_thread
+from services.speculation import window as window_module
 from services.speculation.trees import DraftTree
 from services.speculation.warpers import Sampler
 from services.verifier import host as host_module
@@ -96,6 +97,28 @@ def test_history_brings_the_features_of_every_prompt_position(tiny: Tiny, monkey
                 got = np.concatenate([h.features.rows[tap] for h in client.history])
                 assert relative_error(got, expected[tap]) < LIMIT
             assert host.batches == -(-len(PROMPT) // rows)
+
+    run(play())
+
+
+@pytest.mark.parametrize("rows", [512, 4, 11])
+def test_history_leaves_out_rows_that_no_drafter_keeps(tiny: Tiny, monkeypatch, rows: int):
+    """Positions before the last 5 are sent up to the sinks, each with the token that follows it."""
+    monkeypatch.setattr(host_module, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(window_module, "WINDOW", 5)
+    expected = hidden_states(tiny.plain, PROMPT)
+    kept = [p for p in range(len(PROMPT)) if p < 4 or p >= len(PROMPT) - 5]
+
+    async def play():
+        async with hosting(tiny.target) as host:
+            client = Client(host)
+            first = await client.open(PROMPT, taps=(2,))
+            following = [*PROMPT[1:], first.token]
+            sent = [h.features.base + i for h in client.history for i in range(len(h.features))]
+            assert sent == kept
+            assert [t for h in client.history for t in h.tokens] == [following[p] for p in kept]
+            got = np.concatenate([h.features.rows[2] for h in client.history])
+            assert relative_error(got, expected[2][kept]) < LIMIT
 
     run(play())
 

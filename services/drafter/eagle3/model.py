@@ -18,10 +18,11 @@ from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.eagle3.fused import swap_first_layer
 from services.drafter.eagle3.weights import Eagle3Checkpoint
 from services.drafter.family import Frontier, TreeSession
-from services.drafter.session import WINDOW, DraftSession, Rows
+from services.drafter.session import DraftSession, Rows
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import DrafterInfo, Features
 from services.speculation.trees import IntArray
+from services.speculation.window import WINDOW
 from services.targets import cpu, cuda, seams
 from services.targets.features import to_mlx
 from services.targets.kv_rows import KVRows, round_to_doubles
@@ -206,6 +207,7 @@ class Eagle3Drafter:
             AerieError: As ``check_features``.
         """
         self.check_features(session, tokens, features)
+        session.length = features.base
         for start in range(0, len(tokens), _CHUNK):
             stop = min(start + _CHUNK, len(tokens))
             taps = [to_mlx(features.rows[tap][start:stop]) for tap in self.info.taps]
@@ -216,11 +218,10 @@ class Eagle3Drafter:
         """Refuse rows that do not follow the observed ones, or are of other taps.
 
         Raises:
-            AerieError: FEATURE_GAP when ``features.base`` is not the next position; INVALID_ARGUMENT when the
+            AerieError: FEATURE_GAP as ``DraftSession.check_base``; INVALID_ARGUMENT when the
                 taps are not this drafter's.
         """
-        if features.base != session.length:
-            raise AerieError(Reason.FEATURE_GAP, f"features start at {features.base}, expected {session.length}")
+        session.check_base(features.base)
         shape = (len(tokens), self._spec.target_hidden_size)
         if set(features.rows) != set(self.info.taps) or any(rows.shape != shape for rows in features.rows.values()):
             raise AerieError(Reason.INVALID_ARGUMENT, "features do not match the drafter's taps or the tokens")

@@ -11,8 +11,8 @@ import numpy as np
 from services.drafter.eagle3.config import NO_OVERRIDES, Overrides
 from services.drafter.eagle3.model import Eagle3Drafter
 from services.drafter.eagle3.weights import check_fit, read_checkpoint
-from services.drafter.session import WINDOW
 from services.speculation.messages import Features, TargetInfo
+from services.speculation.window import WINDOW
 from tests.drafter.eagle3.reference import Design, Weights
 
 TARGET_LAYERS = 8

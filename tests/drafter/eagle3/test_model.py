@@ -12,10 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 from services.drafter import session as session_module
 from services.drafter.eagle3.model import Eagle3Drafter
 from services.drafter.family import Frontier
-from services.drafter.session import WINDOW, DraftSession
+from services.drafter.session import DraftSession
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import Features
 from services.speculation.trees import node_depths, path_to
+from services.speculation.window import WINDOW
 from tests.drafter.eagle3 import checkpoints
 from tests.drafter.eagle3.reference import Design, Reference, Weights, draw_weights
 
@@ -273,6 +274,25 @@ def test_refuses_gaps_and_other_taps(tmp_path: Path) -> None:
     fresh = drafter.new_session()
     drafter.observe(fresh, ids, features)
     assert_same_session(session, fresh)
+
+
+@pytest.mark.parametrize("resume", [9, 30, 32])
+def test_rows_that_the_end_does_not_see_may_be_left_out(tmp_path: Path, resume: int) -> None:
+    """Of 40 rows only the sinks and those from ``resume``: with a window of 8 the last row sees no others."""
+    drafter, _, _ = build(tmp_path, PLAIN, window=8)
+    features, tokens = checkpoints.random_rows(PLAIN, 40)
+    ids = np.array(tokens, np.int32)
+    whole, parts = drafter.new_session(), drafter.new_session()
+    drafter.observe(whole, ids, features)
+    drafter.observe(parts, ids[:4], checkpoints.cut(features, 0, 4))
+    drafter.observe(parts, ids[resume:], checkpoints.cut(features, resume, 40))
+    assert (parts.length, parts.kept.tolist()) == (40, [0, 1, 2, 3, *range(resume, 40)])
+    assert_close(parts.last, np.array(whole.last), 1e-5)
+    tree = random_tree(3, 12, 4, PLAIN.vocab)
+    assert_close(expand_tree(drafter, parts, *tree), expand_tree(drafter, whole, *tree), 1e-5)
+    with pytest.raises(AerieError) as caught:
+        drafter.observe(parts, ids[:2], checkpoints.cut(features, 38, 40))
+    assert caught.value.reason == Reason.FEATURE_GAP
 
 
 @pytest.mark.parametrize("window", [5, 8])
