@@ -48,11 +48,15 @@ def test_depths_say_how_each_token_came(engine):
     assert sum(d > 0 for d in result.depths) == sum(result.stats.accepted)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 13, 21, 40])
-def test_max_tokens_is_met_exactly(engine, tokens):
-    result = engine.generate(QUESTION, max_tokens=tokens)
-    assert len(result.token_ids) == tokens == result.stats.completion_tokens
-    assert result.finish_reason == "length"
+def test_max_tokens_is_met_exactly(engine):
+    """All lengths from 1 to 40 side by side: some end inside an accepted path, some with its bonus token."""
+    lengths, tree = range(1, 41), TreeOptions(nodes=4, depth=3, top_k=2)
+    results = engine.run_all([engine.request(QUESTION, max_tokens=n, tree=tree) for n in lengths])
+    for length, result in zip(lengths, results, strict=True):
+        assert len(result.token_ids) == length == result.stats.completion_tokens
+        assert result.finish_reason == "length"
+        assert result.token_ids == results[-1].token_ids[:length]
+    assert {result.depths[-1] > 0 for result in results} == {True, False}
 
 
 def test_eos_ends_ids_text_and_usage_at_one_token(engine):

@@ -1,14 +1,12 @@
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.nn as nn
 import pytest
 from tokenizers import Tokenizer
 
-from services.targets import cuda, seams
-from services.targets.compiled import CompiledForward
-from services.targets.loader import load_checkpoint, load_target
+from services.targets.loader import load_target
 from services.targets.target import Target
+from tests.compiled import compile_target, fuse_target
 from tests.tiny import load_plain, write_tiny_gemma3, write_tiny_llama, write_tiny_qwen3
 
 WRITERS = {"llama": write_tiny_llama, "qwen3": write_tiny_qwen3, "gemma3": write_tiny_gemma3}
@@ -21,20 +19,6 @@ class Family:
     name: str
     target: Target
     plain: nn.Module
-
-
-def compile_target(target: Target) -> Target:
-    """The same model, run as on a GPU: single trees in one compiled forward of fixed shapes."""
-    compiled = CompiledForward(target.model, target._recorder)
-    return Target(target.model, target._recorder, target.info, target.tokenizer, compiled)
-
-
-def fuse_target(target: Target, folder: Path) -> Target:
-    """The same model, run as on CUDA: its decoder layers in few launches, here by their plain MLX references."""
-    model = load_checkpoint(str(folder)).model
-    assert cuda.swap_blocks(model) == len(model.layers)
-    recorder = seams.install(model, seams.RowRope)
-    return Target(model, recorder, target.info, target.tokenizer, CompiledForward(model, recorder))
 
 
 @pytest.fixture(scope="session", params=[*WRITERS, *(f"compiled {name}" for name in WRITERS), "fused llama"])

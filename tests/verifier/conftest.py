@@ -7,6 +7,7 @@ import pytest
 from services.runtime.device import device_thread
 from services.targets.loader import load_target
 from services.targets.target import Target
+from tests.compiled import compile_target
 from tests.tiny import load_plain, write_tiny_gemma3, write_tiny_llama
 
 
@@ -22,9 +23,13 @@ def load_both(folder: Path) -> Tiny:
     return Tiny(device_thread().submit(lambda: load_target(str(folder))).result(), load_plain(folder))
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Tiny:
-    return load_both(write_tiny_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=3))
+@pytest.fixture(scope="session", params=["ragged", "compiled"])
+def tiny(request, tmp_path_factory) -> Tiny:
+    """As a CPU runs it, and as a GPU does."""
+    both = load_both(write_tiny_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=3))
+    if request.param == "compiled":
+        both.target = device_thread().submit(lambda: compile_target(both.target)).result()
+    return both
 
 
 @pytest.fixture(scope="session")
