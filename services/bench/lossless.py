@@ -55,7 +55,7 @@ FULL = ("greedy", "t1.0")
 FEW_DRAFTERS = ("eagle3", "random")
 """Drafters of the other settings, which run on a few prompts side by side."""
 
-DRAFTERS = {"eagle3": TreeOptions(), "random": TreeOptions(nodes=5, depth=3, top_k=2), "root": TreeOptions()}
+DRAFTERS = {"eagle3": TreeOptions(), "random": TreeOptions(nodes=4, depth=3, top_k=2), "root": TreeOptions()}
 """Drafter arms and their trees."""
 
 
@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, default=DEFAULT)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--few", type=int, default=8, help="prompts of the settings that do not run on all")
-    parser.add_argument("--few-tokens", type=int, default=48, help="tokens of an answer under those settings")
+    parser.add_argument("--few-tokens", type=int, default=32, help="tokens of an answer under those settings")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if min(options.max_tokens, options.few, options.few_tokens) < 1:
