@@ -48,15 +48,24 @@ def test_depths_say_how_each_token_came(engine):
     assert sum(d > 0 for d in result.depths) == sum(result.stats.accepted)
 
 
-def test_max_tokens_is_met_exactly(engine):
-    """All lengths from 1 to 40 side by side: the last token follows accepted drafts in some, and none in others."""
-    lengths, tree = range(1, 41), TreeOptions(nodes=4, depth=3, top_k=2)
-    results = engine.run_all([engine.request(QUESTION, max_tokens=n, tree=tree) for n in lengths])
+def check_lengths(engine, prompt, lengths, **options):
+    results = engine.run_all([engine.request(prompt, max_tokens=n, ignore_eos=True, **options) for n in lengths])
+    longest = max(results, key=lambda result: len(result.token_ids))
     for length, result in zip(lengths, results, strict=True):
         assert len(result.token_ids) == length == result.stats.completion_tokens
         assert result.finish_reason == "length"
-        assert result.token_ids == results[-1].token_ids[:length]
+        assert result.token_ids == longest.token_ids[:length]
+    return results
+
+
+def test_max_tokens_is_met_exactly(engine):
+    """The last token follows accepted drafts in some answers, and none in others."""
+    results = check_lengths(engine, QUESTION, [1, 2, 3, 5, 8, 12], tree=TreeOptions(nodes=6, depth=4, top_k=2))
     assert {result.depths[-2] > 0 for result in results[1:]} == {True, False}
+
+
+def test_every_max_tokens_is_met_exactly(tiny_engine):
+    check_lengths(tiny_engine, [5, 6, 7], range(1, 41), drafter="random")
 
 
 def test_eos_ends_ids_text_and_usage_at_one_token(engine):
