@@ -10,11 +10,18 @@ import mlx.core as mx
 
 @cache
 def build_cuda_kernel(
-    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, header: str = ""
+    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, header: str = "", strided: bool = False
 ) -> Callable[..., Sequence[mx.array]]:
-    """An ``mx.fast.cuda_kernel`` over strided inputs; raises where there is no CUDA backend.
+    """An ``mx.fast.cuda_kernel``; raises where there is no CUDA backend.
 
     MLX keeps compiled kernels on disk by name alone, so the name carries a digest of the source.
+
+    Args:
+        name: For people.
+        inputs, outputs: Names in the source.
+        source: The kernel's body.
+        header: What comes before it.
+        strided: The source heeds its inputs' strides; else MLX copies those that are not contiguous.
     """
     digest = hashlib.sha256((header + source).encode()).hexdigest()[:8]
     kernel: Any = mx.fast.cuda_kernel(
@@ -23,9 +30,14 @@ def build_cuda_kernel(
         output_names=list(outputs),
         source=source,
         header=header,
-        ensure_row_contiguous=False,
+        ensure_row_contiguous=not strided,
     )
     return kernel
+
+
+def write_float(value: float) -> str:
+    """A literal: a constant costs a launch less than an input."""
+    return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.0f"
 
 
 def on_cuda() -> bool:

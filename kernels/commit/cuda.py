@@ -11,18 +11,26 @@ _THREADS = 256
 _MOST = 64
 """Caches in one launch: their addresses are the kernel's parameters, 4 KiB at most."""
 
-# The second dimension of the grid is the cache.
+# The second dimension of the grid is the cache. A switch, since an array of parameters would live in local memory.
 _SOURCE = """
-  const T* const caches[] = {CACHES};
-  const T* const fresh[] = {FRESH};
-  T* const outs[] = {OUTS};
-  const int element = blockIdx.x * blockDim.x + threadIdx.x, which = blockIdx.y;
+  const T *cache, *fresh;
+  T* out;
+  switch (blockIdx.y) {
+    CASES
+    default: return;
+  }
+  const int element = (blockIdx.x * blockDim.x + threadIdx.x) * PIECE;
   const int heads = cache0_shape[1], capacity = cache0_shape[2], width = cache0_shape[3], rows = rows0_shape[2];
   if (element >= heads * capacity * width) return;
   const int dim = element % width, slot = element / width % capacity, head = element / (width * capacity);
   const int step = slot - length[0];
   const int row = step >= 0 && step < path_shape[0] ? path[step] : -1;
-  outs[which][element] = row < 0 ? caches[which][element] : fresh[which][(head * rows + row) * width + dim];
+  const T* from = row < 0 ? cache + element : fresh + (head * rows + row) * width + dim;
+  if constexpr (PIECE * sizeof(T) == 16) {
+    *reinterpret_cast<uint4*>(out + element) = *reinterpret_cast<const uint4*>(from);
+  } else {
+    out[element] = *from;
+  }
 """
 
 
@@ -46,16 +54,16 @@ def _commit_alike(
     caches: Sequence[mx.array], rows: Sequence[mx.array], path: mx.array, length: mx.array
 ) -> Sequence[mx.array]:
     count, first = len(caches), caches[0]
+    piece = 16 // first.dtype.size if first.shape[3] * first.dtype.size % 16 == 0 else 1
     names = {kind: tuple(f"{kind}{i}" for i in range(count)) for kind in ("cache", "rows", "out")}
-    source = _SOURCE
-    for mark, kind in (("CACHES", "cache"), ("FRESH", "rows"), ("OUTS", "out")):
-        source = source.replace(mark, ", ".join(names[kind]))
+    cases = [f"case {i}: cache = cache{i}; fresh = rows{i}; out = out{i}; break;" for i in range(count)]
+    source = _SOURCE.replace("CASES", "\n    ".join(cases))
     inputs = (*names["cache"], *names["rows"], "path", "length")
     kernel = build_cuda_kernel("commit", inputs, names["out"], source)
     return kernel(
-        inputs=[*map(mx.contiguous, caches), *map(mx.contiguous, rows), path, length],
-        template=[("T", first.dtype)],
-        grid=(-(-first.size // _THREADS) * _THREADS, count, 1),
+        inputs=[*caches, *rows, path, length],
+        template=[("T", first.dtype), ("PIECE", piece)],
+        grid=(-(-first.size // piece // _THREADS) * _THREADS, count, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[first.shape] * count,
         output_dtypes=[first.dtype] * count,

@@ -36,8 +36,7 @@ _SOURCE = """
   chosen_tokens[rank] = tokens[child];
   chosen_scores[rank] = total;
   bool* sees = chosen_ancestors + rank * (scratch + WIDTH);
-  const bool* inherited = ancestors + parent * ancestors_strides[0];
-  for (int i = 0; i < scratch; ++i) sees[i] = inherited[i * ancestors_strides[1]];
+  for (int i = 0; i < scratch; ++i) sees[i] = ancestors[parent * scratch + i];
   for (int i = 0; i < WIDTH; ++i) sees[scratch + i] = i == rank;
 """
 _OUTPUTS = ("pick", "parents", "chosen_tokens", "chosen_scores", "chosen_ancestors")
@@ -57,9 +56,8 @@ def choose_frontier(
         ancestors = mx.zeros((log_probs.shape[0], 1), mx.bool_)
     kernel = build_cuda_kernel("frontier", ("log_probs", "tokens", "scores", "ancestors"), _OUTPUTS, _SOURCE)
     threads = -(-log_probs.size // 32) * 32
-    inputs = [mx.contiguous(log_probs), mx.contiguous(tokens), scores, ancestors]
     *chosen, seen = kernel(
-        inputs=inputs,
+        inputs=[log_probs, tokens, scores, ancestors],
         template=[("WIDTH", width), ("MOST", MOST)],
         grid=(threads, 1, 1),
         threadgroup=(threads, 1, 1),

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from kernels._cuda import build_cuda_kernel
+from kernels._cuda import build_cuda_kernel, write_float
 from kernels.fused_linear.weight import Weight
 
 MOST_ROWS = 64
-_WARPS = 4
+_WARPS = 8
+_ROWS = 16
+"""Rows of a block: more blocks, each with little to wait for, beat reading weights once."""
 
 _HEADER = """
 namespace aerie {
@@ -37,6 +39,10 @@ __device__ inline unsigned pair(float low, float high, __nv_bfloat16) {
   __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<unsigned*>(&both);
 }
+__device__ inline float2 floats(unsigned pair, __half) { return __half22float2(*reinterpret_cast<__half2*>(&pair)); }
+__device__ inline float2 floats(unsigned pair, __nv_bfloat16) {
+  return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
+}
 // Eight consecutive values of a dense row -> four pairs.
 template <typename T>
 __device__ inline void load_dense(const T* weight, int row, int width, int at, unsigned* pairs) {
@@ -54,37 +60,56 @@ __device__ inline void load_packed(
     pairs[i] = pair(low, high, T());
   }
 }
+// Four pairs times four others.
+template <typename T>
+__device__ inline void multiply(unsigned* pairs, const unsigned* gains) {
+  for (int i = 0; i < 4; ++i) {
+    float2 value = floats(pairs[i], T()), gain = floats(gains[i], T());
+    pairs[i] = pair(value.x * gain.x, value.y * gain.y, T());
+  }
+}
+template <typename T>
+__device__ inline float squares_of(const unsigned* pairs) {
+  float total = 0.0f;
+  for (int i = 0; i < 4; ++i) {
+    float2 value = floats(pairs[i], T());
+    total += value.x * value.x + value.y * value.y;
+  }
+  return total;
+}
 }  // namespace aerie
 """
 
-# A block makes 16 outputs of all rows; its warps split K in chunks of 32 and add up in shared memory. A thread holds
-# eight consecutive values of K where the instruction wants four pairs: any order of K does, if A and B agree.
+# A block makes 16 outputs of up to 16 rows; its warps split K in chunks of 32 and add up in shared memory. A thread
+# holds eight consecutive values of K where the instruction wants four pairs: any order of K does, if A and B agree.
 _SOURCE = """
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = lane / 4, quarter = lane % 4;
-  const int rows = x_shape[0], width = x_shape[1], outputs = gridDim.x * 16;
+  const int outputs = gridDim.x * 16, base = blockIdx.y * TILES * 8;
+  int all = 1;
+  for (int i = 0; i + 1 < x_ndim; ++i) all *= x_shape[i];
+  const int rows = min(all - base, TILES * 8);
   const int first = blockIdx.x * 16 + group, second = first + 8;
-  const int chunks = width / 32;
   float sums[PRODUCTS][TILES][4] = {};
-  PROLOGUE
+  DECLARE_SQUARES
 
-  for (int chunk = warp; chunk < chunks; chunk += WARPS) {
+#pragma unroll 2
+  for (int chunk = warp; chunk < K / 32; chunk += WARPS) {
     const int at = chunk * 32 + quarter * 8;
-    unsigned a[PRODUCTS][2][4];  // per weight, two of its rows, four pairs each
-    LOAD_WEIGHTS
+    alignas(16) unsigned a[PRODUCTS][2][4], b[TILES][4];  // a: per weight, two of its rows, four pairs each
     for (int tile = 0; tile < TILES; ++tile) {
-      int row = tile * 8 + group;
-      uint4 b = make_uint4(0, 0, 0, 0);
-      if (row < rows) {
-        b = *reinterpret_cast<const uint4*>(x + row * width + at);
-        LOAD_NORM
-      }
-      unsigned b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
-      for (int product = 0; product < PRODUCTS; ++product) {
-        unsigned(*w)[4] = a[product];
-        unsigned a_low[4] = {w[0][0], w[1][0], w[0][1], w[1][1]}, a_high[4] = {w[0][2], w[1][2], w[0][3], w[1][3]};
-        aerie::mma(sums[product][tile], a_low, b_low, T());
-        aerie::mma(sums[product][tile], a_high, b_high, T());
+      const int row = tile * 8 + group;
+      *reinterpret_cast<uint4*>(b[tile]) = row < rows
+          ? *reinterpret_cast<const uint4*>(x + static_cast<size_t>(base + row) * K + at) : make_uint4(0, 0, 0, 0);
+    }
+    LOAD_WEIGHTS
+    ADD_SQUARES
+    for (int product = 0; product < PRODUCTS; ++product) {
+      unsigned(*w)[4] = a[product];
+      unsigned a_low[4] = {w[0][0], w[1][0], w[0][1], w[1][1]}, a_high[4] = {w[0][2], w[1][2], w[0][3], w[1][3]};
+      for (int tile = 0; tile < TILES; ++tile) {
+        aerie::mma(sums[product][tile], a_low, b[tile], T());
+        aerie::mma(sums[product][tile], a_high, b[tile] + 2, T());
       }
     }
   }
@@ -97,38 +122,48 @@ _SOURCE = """
       }
     }
   }
+  SHARE_SQUARES
   __syncthreads();
   for (int element = threadIdx.x; element < rows * 16; element += blockDim.x) {
-    int row = element / 16, output = element % 16;
+    const int row = element / 16, output = element % 16;
     float totals[PRODUCTS] = {};
     for (int product = 0; product < PRODUCTS; ++product) {
       for (int other = 0; other < WARPS; ++other) totals[product] += partial[product][other][row][output];
     }
-    const int place = row * outputs + blockIdx.x * 16 + output;
+    NORMALISE
+    const size_t place = static_cast<size_t>(base + row) * outputs + blockIdx.x * 16 + output;
     out[place] = static_cast<T>(RESULT);
   }
 """
 _ADDED = "totals[0] + static_cast<float>(residual[place])"
-_NORM_PROLOGUE = """
-  __shared__ float inverse[TILES * 8];
-  for (int row = warp; row < rows; row += WARPS) {
-    float squares = 0.0f;
-    for (int k = lane; k < width; k += 32) {
-      float value = static_cast<float>(x[row * width + k]);
-      squares += value * value;
+_SWIGLU = "totals[0] / (1.0f + expf(-totals[0])) * totals[1]"
+# The norm costs no pass of its own: its weight multiplies the matrix, and a row's scale comes last.
+_NORM = {
+    "DECLARE_SQUARES": "float squares[TILES] = {};",
+    "ADD_SQUARES": """
+    alignas(16) unsigned gains[4];
+    *reinterpret_cast<uint4*>(gains) = *reinterpret_cast<const uint4*>(norm + at);
+    for (int product = 0; product < PRODUCTS; ++product) {
+      for (int half = 0; half < 2; ++half) aerie::multiply<T>(a[product][half], gains);
     }
-    for (int offset = 16; offset; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-    if (lane == 0) inverse[row] = rsqrtf(squares / width + eps[0]);
+    for (int tile = 0; tile < TILES; ++tile) squares[tile] += aerie::squares_of<T>(b[tile]);
+""",
+    "SHARE_SQUARES": """
+  __shared__ float energy[WARPS][TILES * 8];
+  for (int tile = 0; tile < TILES; ++tile) {
+    float sum = squares[tile];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (quarter == 0) energy[warp][tile * 8 + group] = sum;
   }
-  __syncthreads();
-"""
-_NORM_LOAD = """
-        T* values = reinterpret_cast<T*>(&b);
-        for (int i = 0; i < 8; ++i) {
-          values[i] = static_cast<T>(
-              static_cast<float>(values[i]) * inverse[row] * static_cast<float>(norm[at + i]));
-        }
-"""
+""",
+    "NORMALISE": """
+    float sum = 0.0f;
+    for (int other = 0; other < WARPS; ++other) sum += energy[other][row];
+    const float inverse = rsqrtf(sum / K + EPS);
+    for (int product = 0; product < PRODUCTS; ++product) totals[product] *= inverse;
+""",
+}
 
 
 def supports(x: mx.array, weight: Weight) -> bool:
@@ -144,63 +179,77 @@ def supports(x: mx.array, weight: Weight) -> bool:
 
 def linear(x: mx.array, weight: Weight) -> mx.array:
     """See ``kernels.fused_linear.linear``."""
-    return _run("linear", x, [weight], {}, "totals[0]")
+    return _run("linear", x, [weight], "totals[0]")
 
 
 def norm_linear(x: mx.array, norm: mx.array, eps: float, weight: Weight) -> mx.array:
     """See ``kernels.fused_linear.norm_linear``."""
-    return _run("norm_linear", x, [weight], {"norm": norm, "eps": mx.array([eps], mx.float32)}, "totals[0]")
+    return _run("norm_linear", x, [weight], "totals[0]", norm=norm, eps=eps)
 
 
 def linear_add(x: mx.array, weight: Weight, residual: mx.array) -> mx.array:
     """See ``kernels.fused_linear.linear_add``."""
-    return _run("linear_add", x, [weight], {"residual": mx.contiguous(residual)}, _ADDED)
+    return _run("linear_add", x, [weight], _ADDED, residual=residual)
 
 
 def norm_linear_add(x: mx.array, norm: mx.array, eps: float, weight: Weight, residual: mx.array) -> mx.array:
     """See ``kernels.fused_linear.norm_linear_add``."""
-    extras = {"norm": norm, "eps": mx.array([eps], mx.float32), "residual": mx.contiguous(residual)}
-    return _run("norm_linear_add", x, [weight], extras, _ADDED)
+    return _run("norm_linear_add", x, [weight], _ADDED, norm=norm, eps=eps, residual=residual)
 
 
 def norm_swiglu(x: mx.array, norm: mx.array, eps: float, gate: Weight, up: Weight) -> mx.array:
     """See ``kernels.fused_linear.norm_swiglu``."""
-    extras = {"norm": norm, "eps": mx.array([eps], mx.float32)}
-    return _run("norm_swiglu", x, [gate, up], extras, "totals[0] / (1.0f + expf(-totals[0])) * totals[1]")
+    return _run("norm_swiglu", x, [gate, up], _SWIGLU, norm=norm, eps=eps)
 
 
-def write_source(weights: Sequence[Weight], norm: bool, result: str) -> str:
-    """The body for these weights: what is loaded, how, and what becomes of the totals."""
+def write_source(weights: Sequence[Weight], eps: float | None, result: str) -> str:
+    """The body for these weights: what is loaded, how, and what becomes of the totals; without eps no norm."""
     loads = []
     for index, weight in enumerate(weights):
         for half, row in enumerate(("first", "second")):
             if weight.scales is None:
-                call = f"load_dense<T>(weight{index}, {row}, width, at, a[{index}][{half}]);"
+                call = f"load_dense<T>(weight{index}, {row}, K, at, a[{index}][{half}]);"
             else:
                 kind = f"load_packed<T, uint32_t, {weight.group_size}>"
-                call = f"{kind}(weight{index}, scales{index}, biases{index}, {row}, width, at, a[{index}][{half}]);"
+                call = f"{kind}(weight{index}, scales{index}, biases{index}, {row}, K, at, a[{index}][{half}]);"
             loads.append(f"    aerie::{call}")
     source = _SOURCE.replace("    LOAD_WEIGHTS", "\n".join(loads)).replace("RESULT", result)
-    source = source.replace("  PROLOGUE", _NORM_PROLOGUE if norm else "")
-    return source.replace("        LOAD_NORM", _NORM_LOAD if norm else "")
+    for mark, part in _NORM.items():
+        source = source.replace(mark, "" if eps is None else part.replace("EPS", write_float(eps)))
+    return source
 
 
-def _run(name: str, x: mx.array, weights: Sequence[Weight], extras: dict[str, mx.array], result: str) -> mx.array:
-    outputs = weights[0].outputs
-    flat = mx.contiguous(x.reshape(-1, x.shape[-1]))
-    rows = flat.shape[0]
-    inputs = {"x": flat, **extras}
+def _run(
+    name: str,
+    x: mx.array,
+    weights: Sequence[Weight],
+    result: str,
+    norm: mx.array | None = None,
+    eps: float | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
+    rows, width, outputs = x.size // x.shape[-1], x.shape[-1], weights[0].outputs
+    inputs = {"x": x}
+    if norm is not None:
+        inputs["norm"] = norm.astype(x.dtype)
+    if residual is not None:
+        inputs["residual"] = residual
     for index, weight in enumerate(weights):
         named = zip(("weight", "scales", "biases"), weight.arrays(), strict=False)
         inputs |= {f"{part}{index}": array for part, array in named}
-    source = write_source(weights, "norm" in extras, result)
-    kernel = build_cuda_kernel(name, tuple(inputs), ("out",), source, _HEADER)
+    kernel = build_cuda_kernel(name, tuple(inputs), ("out",), write_source(weights, eps, result), _HEADER)
     (out,) = kernel(
         inputs=list(inputs.values()),
-        template=[("T", x.dtype), ("TILES", -(-rows // 8)), ("WARPS", _WARPS), ("PRODUCTS", len(weights))],
-        grid=(outputs // 16 * _WARPS * 32, 1, 1),
+        template=[
+            ("T", x.dtype),
+            ("K", width),
+            ("TILES", min(-(-rows // 8), _ROWS // 8)),
+            ("WARPS", _WARPS),
+            ("PRODUCTS", len(weights)),
+        ],
+        grid=(outputs // 16 * _WARPS * 32, -(-rows // _ROWS), 1),
         threadgroup=(_WARPS * 32, 1, 1),
-        output_shapes=[(rows, outputs)],
+        output_shapes=[(*x.shape[:-1], outputs)],
         output_dtypes=[x.dtype],
     )
-    return out.reshape(*x.shape[:-1], outputs)
+    return out

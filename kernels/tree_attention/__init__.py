@@ -34,7 +34,7 @@ def prefix_tree_attention(
     Returns:
         [1, heads, n, d].
     """
-    fits = cuda.supports(queries.shape[3], new[1].shape[3], prefix[0].shape[2])
+    fits = cuda.supports(queries.shape[3], new[1].shape[3], prefix[0].shape[2], queries.dtype)
     if on_cuda() and fits and sinks is None:
         return cuda.prefix_tree_attention(queries, prefix, new, visible, ancestors, length, scale)
     return reference.prefix_tree_attention(queries, prefix, new, visible, ancestors, scale, sinks)
@@ -43,7 +43,7 @@ def prefix_tree_attention(
 def rotary_tree_attention(
     joint: mx.array,
     prefix: tuple[mx.array, mx.array],
-    tables: tuple[mx.array, mx.array],
+    rotations: mx.array,
     visible: mx.array,
     ancestors: mx.array,
     length: mx.array,
@@ -52,15 +52,15 @@ def rotary_tree_attention(
     """``prefix_tree_attention`` that rotates queries and keys itself (halves, all dimensions of a head).
 
     Args:
-        joint: [n, (heads + 2 kv_heads) d], each row's queries, keys and values, not yet rotated.
+        joint: [..., n, (heads + 2 kv_heads) d], each row's queries, keys and values, not yet rotated; contiguous.
         prefix: Keys and values [1, kv_heads, capacity, d] of the cache; its keys are rotated.
-        tables: Cosines and sines [n, d / 2] of the rows' positions, float32.
+        rotations: [n, d] float32, cosines, then sines of the rows' positions.
         visible, ancestors, length, scale: As ``prefix_tree_attention``.
 
     Returns:
-        Attended [n, heads d], and the new rows' rotated keys and values [1, kv_heads, n, d].
+        Attended [..., n, heads d], and the new rows' rotated keys and values [1, kv_heads, n, d].
     """
     width = prefix[0].shape[3]
-    if on_cuda() and cuda.supports(width, prefix[1].shape[3], prefix[0].shape[2]):
-        return cuda.rotary_tree_attention(joint, prefix, tables, visible, ancestors, length, scale)
-    return reference.rotary_tree_attention(joint, prefix, tables, visible, ancestors, scale)
+    if on_cuda() and cuda.supports(width, prefix[1].shape[3], prefix[0].shape[2], joint.dtype):
+        return cuda.rotary_tree_attention(joint, prefix, rotations, visible, ancestors, length, scale)
+    return reference.rotary_tree_attention(joint, prefix, rotations, visible, ancestors, scale)

@@ -5,147 +5,135 @@ It replaces, in each layer, two writes at a dynamic offset, a mask conversion an
 
 import mlx.core as mx
 
-from kernels._cuda import build_cuda_kernel
+from kernels._cuda import build_cuda_kernel, write_float
 
 _THREADS = 256
 
-# One block a (row, head). Keys come in tiles of one a thread: each thread scores its own key, the block shares the
-# peak, and then threads stand for output dimensions and walk over the tile's values. The softmax is online over tiles.
+# One block a (row, head). LANES lanes hold one key's dimensions, 16 bytes each, and the block's groups of lanes take
+# the keys in turn, each with a softmax of its own (online); the groups' states are merged at the end.
 _SOURCE = """
   const float lowest = __int_as_float(0xff800000);  // minus infinity
+  constexpr int PIECE = 16 / sizeof(T), LANES = D / PIECE, GROUPS = THREADS / LANES;
   const int row = blockIdx.x, head = blockIdx.y, rows = gridDim.x, heads = gridDim.y;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, prefix = length[0];
-  const int kv_heads = prefix_keys_shape[1], kv_head = head / (heads / kv_heads);
-  constexpr int WARPS = THREADS / 32, SLICES = THREADS / D, PIECE = 16 / sizeof(T);  // D divides THREADS
+  const int kv_heads = prefix_keys_shape[1], kv_head = head / (heads / kv_heads), prefix = length[0];
+  const int member = threadIdx.x % LANES, group = threadIdx.x / LANES, at = member * PIECE;
 
-  __shared__ float query[D], weights[THREADS], warp_value[WARPS], slices[SLICES][D];
+  auto load = [](const T* from, float* piece) {
+    uint4 bytes = *reinterpret_cast<const uint4*>(from);
+    const T* narrow = reinterpret_cast<const T*>(&bytes);
+    for (int i = 0; i < PIECE; ++i) piece[i] = static_cast<float>(narrow[i]);
+  };
+  float query[PIECE], key[PIECE], value[PIECE], out[PIECE] = {};
+  float peak = lowest, total = 0.0f;
   SETUP
-  __syncthreads();
 
-  const int dim = threadIdx.x % D, slice = threadIdx.x / D;
-  float peak = lowest, total = 0.0f, out = 0.0f;
-  const int count = prefix + rows;
-  for (int start = 0; start < count; start += THREADS) {
-    const int key = start + threadIdx.x;
-    const int own = key - prefix;  // index among the new rows
-    float score = lowest;
-    bool seen = key < prefix ? visible[row * visible_strides[0] + key * visible_strides[1]]
-        : own < rows && ancestors[row * ancestors_strides[0] + own * ancestors_strides[1]];
-    if (seen) {
-      const T* at = prefix_keys + kv_head * prefix_keys_strides[1] + key * prefix_keys_strides[2];
-      score = 0.0f;
-      OWN_SCORE
-      for (int base = 0; base < D; base += PIECE) {
-        uint4 bytes = *reinterpret_cast<const uint4*>(at + base);
-        const T* piece = reinterpret_cast<const T*>(&bytes);
-        for (int i = 0; i < PIECE; ++i) score += query[base + i] * static_cast<float>(piece[i]);
-      }
-    }
-
-    float highest = score;
-    for (int offset = 16; offset; offset /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, offset));
-    if (lane == 0) warp_value[warp] = highest;
-    __syncthreads();
-    for (int other = 0; other < WARPS; ++other) highest = fmaxf(highest, warp_value[other]);
-    const float next = fmaxf(peak, highest);
-    // Nothing seen so far: weights stay 0 and -inf - -inf is never taken.
-    const float keep = next == lowest ? 1.0f : expf(peak - next);
-    weights[threadIdx.x] = seen ? expf(score - next) : 0.0f;
+  // All lanes of a warp call this together: they add up their parts of the score.
+  auto take = [&](bool seen) {
+    float score = 0.0f;
+    for (int i = 0; i < PIECE; ++i) score += query[i] * key[i];
+    for (int offset = LANES / 2; offset; offset /= 2) score += __shfl_xor_sync(0xffffffffu, score, offset);
+    if (!seen) return;  // a key that is not seen may be a slot that was never written
+    const float next = fmaxf(peak, score);
+    const float keep = expf(peak - next), weight = expf(score - next);
+    for (int i = 0; i < PIECE; ++i) out[i] = out[i] * keep + weight * value[i];
+    total = total * keep + weight;
     peak = next;
-    __syncthreads();
-
-    out *= keep;
-    total *= keep;
-    const int stop = min(THREADS, count - start);
-    for (int i = slice; i < stop; i += SLICES) {
-      const int other = start + i, fresh = other - prefix;
-      const T* at = fresh < 0 ? prefix_values + kv_head * prefix_values_strides[1] + other * prefix_values_strides[2]
-                              : OWN_VALUE;
-      // A weight of 0 may stand beside a slot that was never written: its value is not looked at.
-      if (weights[i] > 0.0f) out += weights[i] * static_cast<float>(at[dim]);
-      total += weights[i];
-    }
-    __syncthreads();
+  };
+  const T* keys_at = prefix_keys + kv_head * prefix_keys_strides[1] + at;
+  const T* values_at = prefix_values + kv_head * prefix_values_strides[1] + at;
+#pragma unroll 4
+  for (int start = 0; start < prefix; start += GROUPS) {
+    const int slot = min(start + group, prefix - 1);
+    load(keys_at + slot * prefix_keys_strides[2], key);
+    load(values_at + slot * prefix_values_strides[2], value);
+    take(start + group < prefix && visible[row * visible_strides[0] + slot * visible_strides[1]]);
+  }
+  for (int start = 0; start < rows; start += GROUPS) {
+    const int own = min(start + group, rows - 1);
+    LOAD_OWN
+    take(start + group < rows && ancestors[row * ancestors_strides[0] + own * ancestors_strides[1]]);
   }
 
-  slices[slice][dim] = out;
-  if (dim == 0) warp_value[slice] = total;
+  __shared__ float peaks[GROUPS], totals[GROUPS], outs[GROUPS][D];
+  if (member == 0) peaks[group] = peak;
   __syncthreads();
-  if (slice == 0) {
-    float value = 0.0f, sum = 0.0f;
-    for (int other = 0; other < SLICES; ++other) {
-      value += slices[other][dim];
-      sum += warp_value[other];
+  float highest = lowest;
+  for (int other = 0; other < GROUPS; ++other) highest = fmaxf(highest, peaks[other]);
+  const float keep = peak == lowest ? 0.0f : expf(peak - highest);
+  if (member == 0) totals[group] = total * keep;
+  for (int i = 0; i < PIECE; ++i) outs[group][at + i] = out[i] * keep;
+  __syncthreads();
+  for (int dim = threadIdx.x; dim < D; dim += THREADS) {
+    float sum = 0.0f, weights = 0.0f;
+    for (int other = 0; other < GROUPS; ++other) {
+      sum += outs[other][dim];
+      weights += totals[other];
     }
-    attended[(row * heads + head) * D + dim] = static_cast<T>(value / sum);
+    attended[(row * heads + head) * D + dim] = static_cast<T>(sum / weights);
   }
 """
 
 
-def _write_source(setup: str, own_score: str, own_value: str) -> str:
+def _write_source(setup: str, load_own: str) -> str:
     """The body for new rows that are stored in one way or another."""
-    return _SOURCE.replace("  SETUP", setup).replace("      OWN_SCORE", own_score).replace("OWN_VALUE", own_value)
+    return _SOURCE.replace("  SETUP", setup).replace("    LOAD_OWN", load_own)
 
 
 _APART = _write_source(
     """
-  for (int dim = threadIdx.x; dim < D; dim += THREADS) {
-    query[dim] = scale[0] * static_cast<float>(
-        queries[head * queries_strides[1] + row * queries_strides[2] + dim * queries_strides[3]]);
+  for (int i = 0; i < PIECE; ++i) {
+    query[i] = SCALE * static_cast<float>(
+        queries[head * queries_strides[1] + row * queries_strides[2] + (at + i) * queries_strides[3]]);
   }
 """,
     """
-      if (own >= 0) at = keys + kv_head * keys_strides[1] + own * keys_strides[2];
+    load(keys + kv_head * keys_strides[1] + own * keys_strides[2] + at, key);
+    load(values + kv_head * values_strides[1] + own * values_strides[2] + at, value);
 """,
-    "values + kv_head * values_strides[1] + fresh * values_strides[2]",
 )
-_APART_INPUTS = ("queries", "prefix_keys", "prefix_values", "keys", "values", "visible", "ancestors", "length", "scale")
+_APART_INPUTS = ("queries", "prefix_keys", "prefix_values", "keys", "values", "visible", "ancestors", "length")
 
 # Row r of ``joint`` holds its queries, keys and values before the rotation, head by head. Keys of new rows are
 # rotated where they are scored, and once more by one head of each group to be stored.
 _JOINT = _write_source(
     """
   const int stride = (heads + 2 * kv_heads) * D;
-  auto rotate = [&](const T* at, int from, int i) {
-    const int half = i < D / 2 ? i : i - D / 2;
-    const float c = cosines[from * cosines_strides[0] + half * cosines_strides[1]];
-    const float s = sines[from * sines_strides[0] + half * sines_strides[1]];
-    const float low = static_cast<float>(at[half]), high = static_cast<float>(at[half + D / 2]);
-    return static_cast<T>(i < D / 2 ? low * c - high * s : high * c + low * s);
+  // A lane's piece of a rotated head: its own dimensions and those that they turn with, half a head away.
+  auto rotate = [&](const T* from, int of, float* piece) {
+    constexpr int HALF = D / 2;
+    const int base = at < HALF ? at : at - HALF;
+    float other[PIECE];
+    load(from + at, piece);
+    load(from + (at < HALF ? at + HALF : base), other);
+    const float* angles = rotations + of * rotations_strides[0] + base;
+    for (int i = 0; i < PIECE; ++i) {
+      const float cosine = angles[i], sine = at < HALF ? -angles[HALF + i] : angles[HALF + i];
+      piece[i] = static_cast<float>(static_cast<T>(piece[i] * cosine + other[i] * sine));
+    }
   };
-  for (int dim = threadIdx.x; dim < D; dim += THREADS) {
-    query[dim] = scale[0] * static_cast<float>(rotate(joint + row * stride + head * D, row, dim));
-    if (head % (heads / kv_heads) == 0) {
-      const int place = (kv_head * rows + row) * D + dim;
-      keys[place] = rotate(joint + row * stride + (heads + kv_head) * D, row, dim);
-      values[place] = joint[row * stride + (heads + kv_heads + kv_head) * D + dim];
+  rotate(joint + row * stride + head * D, row, query);
+  for (int i = 0; i < PIECE; ++i) query[i] *= SCALE;
+  if (group == 0 && head % (heads / kv_heads) == 0) {
+    const int place = (kv_head * rows + row) * D + at;
+    rotate(joint + row * stride + (heads + kv_head) * D, row, key);
+    load(joint + row * stride + (heads + kv_heads + kv_head) * D + at, value);
+    for (int i = 0; i < PIECE; ++i) {
+      keys[place + i] = static_cast<T>(key[i]);
+      values[place + i] = static_cast<T>(value[i]);
     }
   }
 """,
     """
-      if (own >= 0) {
-        const T* fresh = joint + own * stride + (heads + kv_head) * D;
-        for (int i = 0; i < D; ++i) score += query[i] * static_cast<float>(rotate(fresh, own, i));
-      } else
+    rotate(joint + own * stride + (heads + kv_head) * D, own, key);
+    load(joint + own * stride + (heads + kv_heads + kv_head) * D + at, value);
 """,
-    "joint + fresh * stride + (heads + kv_heads + kv_head) * D",
 )
-_JOINT_INPUTS = (
-    "joint",
-    "prefix_keys",
-    "prefix_values",
-    "cosines",
-    "sines",
-    "visible",
-    "ancestors",
-    "length",
-    "scale",
-)
+_JOINT_INPUTS = ("joint", "prefix_keys", "prefix_values", "rotations", "visible", "ancestors", "length")
 
 
-def supports(width: int, value_width: int, capacity: int) -> bool:
-    """Head dimensions that divide the block, and prefixes that a block is quick over."""
-    return width in (32, 64, 128, 256) and value_width == width and capacity <= 4096
+def supports(width: int, value_width: int, capacity: int, dtype: mx.Dtype) -> bool:
+    """Head dimensions that up to a warp's lanes hold, 16 bytes each, and prefixes that a block is quick over."""
+    return width in (32, 64, 128, 256) and value_width == width and width * dtype.size <= 512 and capacity <= 4096
 
 
 def prefix_tree_attention(
@@ -159,9 +147,10 @@ def prefix_tree_attention(
 ) -> mx.array:
     """See ``kernels.tree_attention.prefix_tree_attention``."""
     _, heads, rows, width = queries.shape
-    kernel = build_cuda_kernel("tree_attention", _APART_INPUTS, ("attended",), _APART)
+    source = _APART.replace("SCALE", write_float(scale))
+    kernel = build_cuda_kernel("tree_attention", _APART_INPUTS, ("attended",), source, strided=True)
     (attended,) = kernel(
-        inputs=[queries, *prefix, *new, visible, ancestors, length, mx.array([scale], mx.float32)],
+        inputs=[queries, *prefix, *new, visible, ancestors, length],
         template=[("T", queries.dtype), ("D", width), ("THREADS", _THREADS)],
         grid=(rows * _THREADS, heads, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -174,23 +163,24 @@ def prefix_tree_attention(
 def rotary_tree_attention(
     joint: mx.array,
     prefix: tuple[mx.array, mx.array],
-    tables: tuple[mx.array, mx.array],
+    rotations: mx.array,
     visible: mx.array,
     ancestors: mx.array,
     length: mx.array,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See ``kernels.tree_attention.rotary_tree_attention``."""
-    rows, total = joint.shape
+    rows, total = joint.shape[-2:]
     _, kv_heads, _, width = prefix[0].shape
     heads = total // width - 2 * kv_heads
-    kernel = build_cuda_kernel("rotary_tree_attention", _JOINT_INPUTS, ("attended", "keys", "values"), _JOINT)
+    source, outputs = _JOINT.replace("SCALE", write_float(scale)), ("attended", "keys", "values")
+    kernel = build_cuda_kernel("rotary_tree_attention", _JOINT_INPUTS, outputs, source, strided=True)
     attended, keys, values = kernel(
-        inputs=[joint, *prefix, *tables, visible, ancestors, length, mx.array([scale], mx.float32)],
+        inputs=[joint, *prefix, rotations, visible, ancestors, length],
         template=[("T", joint.dtype), ("D", width), ("THREADS", _THREADS)],
         grid=(rows * _THREADS, heads, 1),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(rows, heads * width), (1, kv_heads, rows, width), (1, kv_heads, rows, width)],
+        output_shapes=[(*joint.shape[:-1], heads * width), (1, kv_heads, rows, width), (1, kv_heads, rows, width)],
         output_dtypes=[joint.dtype] * 3,
     )
     return attended, keys, values

@@ -80,18 +80,18 @@ def prefix_tree_attention(
 def rotary_tree_attention(
     joint: mx.array,
     prefix: tuple[mx.array, mx.array],
-    tables: tuple[mx.array, mx.array],
+    rotations: mx.array,
     visible: mx.array,
     ancestors: mx.array,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See ``kernels.tree_attention.rotary_tree_attention``."""
-    rows, (_, kv_heads, _, width) = joint.shape[0], prefix[0].shape
+    rows, (_, kv_heads, _, width) = joint.shape[-2], prefix[0].shape
     by_head = joint.reshape(1, rows, -1, width).transpose(0, 2, 1, 3)
     heads = by_head.shape[1] - 2 * kv_heads
     low, high = by_head[:, :-kv_heads, :, : width // 2], by_head[:, :-kv_heads, :, width // 2 :]
-    cosines, sines = tables
+    cosines, sines = mx.split(rotations, 2, axis=1)
     turned = mx.concatenate([low * cosines - high * sines, high * cosines + low * sines], axis=3).astype(joint.dtype)
     keys, values = turned[:, heads:], by_head[:, -kv_heads:]
     out = prefix_tree_attention(turned[:, :heads], prefix, (keys, values), visible, ancestors, scale)
-    return out.transpose(0, 2, 1, 3).reshape(rows, -1), keys, values
+    return out.transpose(0, 2, 1, 3).reshape(*joint.shape[:-1], -1), keys, values

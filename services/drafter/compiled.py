@@ -3,6 +3,10 @@
 Rows of a round are padded to one count and keys to the cache's capacity, so a budget is traced once a capacity.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -17,7 +21,7 @@ from services.speculation.messages import Features
 from services.speculation.trees import DraftTree, IntArray
 from services.speculation.window import SINK_ROWS
 from services.targets.features import to_mlx
-from services.targets.seams import rotation_tables
+from services.targets.seams import rotation_table
 
 ROUND_ROWS = 8
 """Observed rows of a round are padded to this; more are a prompt's, and not compiled."""
@@ -34,7 +38,7 @@ class CompiledDrafting:
 
     def __init__(self, model: TraceableDraftModel) -> None:
         self._model = model
-        self._read = mx.compile(self._read_rows)
+        self._reads: dict[np.dtype[Any], Callable[..., Any]] = {}  # by type of the features
         self._growths: dict[int, _Growth] = {}  # by top_k
 
     def observe(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
@@ -51,18 +55,28 @@ class CompiledDrafting:
         told = np.zeros(4 + ROUND_ROWS, np.int32)
         told[:4] = (*_place(session), count - 1)
         told[4 : 4 + count] = tokens
-        last, arrays = self._read(mx.array(told), to_mlx(padded), session.kv.arrays())
+        if taps.dtype not in self._reads:
+            self._reads[taps.dtype] = mx.compile(partial(self._read_rows, to_mlx(padded[:0, :0, :0]).dtype))
+        packed = mx.array(np.concatenate([told, padded.reshape(-1).view(np.int32)]))
+        last, place, arrays = self._reads[taps.dtype](packed, session.kv.arrays())
         session.kv.fill(arrays)
         session.keep(count, last)
+        session.told = _place(session), place
         return None
 
-    def _read_rows(self, told: mx.array, taps: mx.array, arrays: list[mx.array]) -> tuple[mx.array, list[mx.array]]:
-        slots = Slots(told[:3], arrays[0].shape[2])
+    def _read_rows(
+        self, dtype: mx.Dtype, packed: mx.array, arrays: list[mx.array]
+    ) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """``packed``: the session's place, the newest row, ROUND_ROWS tokens, then the bits of their features."""
+        told, bits = packed[: 4 + ROUND_ROWS], packed[4 + ROUND_ROWS :]
+        slots = Slots(told[:1], told[1:2], told[2:3], arrays[0].shape[2])
         positions = slots.length + mx.arange(ROUND_ROWS)
         own = sees(positions, positions, slots.window)
-        rows = FixedRows(list(arrays), positions, slots.kept_seen_by(positions), own, slots.start)
+        rotations = partial(rotation_table, positions=positions)
+        rows = FixedRows(list(arrays), positions, rotations, slots.kept_seen_by(positions), own, slots.start)
+        taps = bits.view(dtype).reshape(len(self._model.info.taps), ROUND_ROWS, -1)
         states = self._model.read(told[4:], list(taps), rows)
-        return states[told[3:4]], rows.arrays
+        return states[told[3:4]], told[:4], rows.arrays
 
     def grow(self, session: DraftSession, root_token: int, budget: Budget) -> DraftTree:
         """As ``growth.grow``, which runs the budgets with a stop rule: they read scores back at every depth."""
@@ -92,7 +106,10 @@ class _Growth:
     def run(self, session: DraftSession, last: mx.array) -> Candidates:
         """Grow below the last observed row, whose state is ``last`` [1, hidden]."""
         session.kv.reserve(self.depth * self._budget.top_k)
-        flat = np.array(self._propose(last, mx.array(_place(session)), session.kv.arrays()))
+        here = _place(session)
+        # What the rows of this round were told is on the device already.
+        place = session.told[1] if session.told and session.told[0] == here else mx.array([*here, -1])
+        flat = np.array(self._propose(last, place, session.kv.arrays()))
         sizes = [rows * columns for rows, columns in self._shapes]
         total = sum(sizes)
         ends = np.cumsum(sizes)[:-1]
@@ -106,8 +123,12 @@ class _Growth:
         return growth.collect(levels, picks if len(levels) > 1 else [])
 
     def _trace(self, last: mx.array, place: mx.array, arrays: list[mx.array]) -> mx.array:
-        """Log-probabilities (their bits), tokens and picks of all depths, one after the other, as int32."""
-        tree = _FixedTree(list(arrays), Slots(place, arrays[0].shape[2]))
+        """Log-probabilities (their bits), tokens and picks of all depths, one after the other, as int32.
+
+        ``place`` [4]: the session's place before its newest rows, and the index of the newest.
+        """
+        slots = Slots(place[:1] + place[3:4] + 1, place[1:2], place[2:3], arrays[0].shape[2])
+        tree = _FixedTree(list(arrays), slots, self._budget.max_depth)
         levels, picks = growth.propose(self._model, tree, last, self._budget, lambda *_: self._budget.top_k)
         self._shapes = [(ids.shape[0], ids.shape[1]) for _, ids in levels]
         parts = [values.astype(mx.float32).view(mx.int32) for values, _ in levels]
@@ -117,7 +138,7 @@ class _Growth:
 
 
 def _place(session: DraftSession) -> tuple[int, int, int]:
-    """What ``Slots`` is told of a session."""
+    """Rows in the cache, rows dropped from it, and the window."""
     return session.kv.length, session.length - session.kv.length, session.window
 
 
@@ -131,12 +152,14 @@ class Slots:
     """Which position each slot of a cache holds: the first SINK_ROWS their own, later ones ``dropped`` more.
 
     Args:
-        place: [3]: rows in the cache, rows dropped from it, window.
+        start: [1] rows in the cache.
+        dropped: [1] rows dropped from it.
+        window: [1].
         capacity: Slots.
     """
 
-    def __init__(self, place: mx.array, capacity: int) -> None:
-        self.start, dropped, self.window = place[:1], place[1:2], place[2:]
+    def __init__(self, start: mx.array, dropped: mx.array, window: mx.array, capacity: int) -> None:
+        self.start, self.window = start, window
         self.length = self.start + dropped
         self._slots = mx.arange(capacity)
         self._positions = mx.where(self._slots < SINK_ROWS, self._slots, self._slots + dropped)
@@ -152,15 +175,23 @@ class FixedRows:
     Args:
         arrays: Keys of every layer, then values, [1, kv_heads, capacity, d]; replaced as layers write.
         positions: [n].
+        rotations: (rope, width) -> their ``rotation_table``.
         visible: [n, capacity] bool, the cached rows that each new row sees.
         own: [n, n] bool, the new rows that it sees.
         start: [1] slot of the first new row.
     """
 
     def __init__(
-        self, arrays: list[mx.array], positions: mx.array, visible: mx.array, own: mx.array, start: mx.array
+        self,
+        arrays: list[mx.array],
+        positions: mx.array,
+        rotations: Callable[..., mx.array],
+        visible: mx.array,
+        own: mx.array,
+        start: mx.array,
     ) -> None:
         self.arrays, self.positions = arrays, positions
+        self._rotations = rotations
         self._visible, self._own, self._start = visible, own, start
 
     def attend(self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
@@ -172,9 +203,9 @@ class FixedRows:
     def attend_joint(self, layer: int, joint: mx.array, rope: nn.Module, scale: float) -> mx.array:
         """Rows as ``rotary_tree_attention`` takes them -> attended [n, heads d]."""
         prefix = self._cached(layer)
-        tables = rotation_tables(rope, self.positions, prefix[0].shape[3])
+        rotations = self._rotations(rope, width=prefix[0].shape[3])
         masks = self._visible, self._own, self._start
-        attended, keys, values = rotary_tree_attention(joint, prefix, tables, *masks, scale)
+        attended, keys, values = rotary_tree_attention(joint, prefix, rotations, *masks, scale)
         self._store(layer, keys, values)
         return attended
 
@@ -188,16 +219,33 @@ class FixedRows:
 
 
 class _FixedTree:
-    """Stands in for a session while its growth is traced (implements ``family.TreeSession``)."""
+    """Stands in for a session while its growth is traced (implements ``family.TreeSession``).
 
-    def __init__(self, arrays: list[mx.array], slots: Slots) -> None:
-        self._arrays, self._slots = arrays, slots
+    Args:
+        arrays: The session's cache.
+        slots: Of the session.
+        depths: Of the tree. What depends on a depth's position is made once, for all of them.
+    """
+
+    def __init__(self, arrays: list[mx.array], slots: Slots, depths: int) -> None:
+        self._arrays, self._start = arrays, slots.start
+        # A row sits one before its token, as in ``DraftSession.tree_position``.
+        self._positions = slots.length + mx.arange(depths)
+        self._visible = slots.kept_seen_by(self._positions)
+        self._tables: dict[tuple[int, int], mx.array] = {}
 
     def tree_rows(self, depth: int, ancestors: mx.array, scratch: int) -> FixedRows:
-        position = self._slots.length + (depth - 1)  # one before its token, as in ``DraftSession.tree_position``
-        count, start = ancestors.shape[0], self._slots.start
-        visible = mx.broadcast_to(self._slots.kept_seen_by(position), (count, self._arrays[0].shape[2]))
+        count, row = ancestors.shape[0], slice(depth - 1, depth)
+
+        def rotations(rope: nn.Module, width: int) -> mx.array:
+            key = id(rope), width
+            if key not in self._tables:
+                self._tables[key] = rotation_table(rope, self._positions, width)
+            return mx.broadcast_to(self._tables[key][row], (count, width))
+
+        visible = mx.broadcast_to(self._visible[row], (count, self._visible.shape[1]))
         if scratch:
-            visible = mx.slice_update(visible, ancestors[:, :scratch], start, (1,))
-        positions = mx.broadcast_to(position, (count,))
-        return FixedRows(self._arrays, positions, visible, ancestors[:, scratch:], start + scratch)
+            visible = mx.slice_update(visible, ancestors[:, :scratch], self._start, (1,))
+        positions = mx.broadcast_to(self._positions[row], (count,))
+        own, start = ancestors[:, scratch:], self._start + scratch
+        return FixedRows(self._arrays, positions, rotations, visible, own, start)

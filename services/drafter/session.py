@@ -61,6 +61,7 @@ class DraftSession:
         kept: [rows] absolute position of each kept row.
         length: Rows observed; row i is (features at i, token at i + 1). The next row has this position.
         last: Hidden state [1, hidden] that the last observed row hands on, or None.
+        told: What a compiled drafter told the device last, and the place in the session that it stands for.
     """
 
     kv: KVRows
@@ -68,6 +69,7 @@ class DraftSession:
     kept: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     length: int = 0
     last: mx.array | None = None
+    told: tuple[tuple[int, int, int], mx.array] | None = None
 
     def check_base(self, base: int) -> None:
         """Refuse rows that do not follow the observed ones.

@@ -17,9 +17,9 @@ from services.speculation.trees import IntArray, ancestor_mask, node_depths
 from services.targets import cuda
 from services.targets.kv_rows import KVRows
 from services.targets.ragged import SessionRows, WindowMask
-from services.targets.seams import Recorder, RowRope, rope_key, rotation_tables
+from services.targets.seams import Recorder, RowRope, rotation_table
 
-ROW_COUNTS = (1, 16, 64)
+ROW_COUNTS = (1, 16, 32, 64)
 """Trees are padded to the next of these."""
 _WORD = 32
 
@@ -120,7 +120,7 @@ class FixedRows:
         self.new: dict[int, tuple[mx.array, mx.array]] = {}
         self._ancestors = ancestors
         self._masks: dict[int | None, tuple[mx.array, mx.array]] = {}
-        self._tables: dict[tuple[Any, ...], tuple[mx.array, mx.array]] = {}
+        self._rotations: dict[tuple[Any, ...], mx.array] = {}
 
     def masks(self, window: int | None) -> tuple[mx.array, mx.array]:
         """Which cached rows [n, capacity] and which new rows [n, n] each new row sees, built once a window."""
@@ -135,12 +135,12 @@ class FixedRows:
             self._masks[window] = visible, ancestors
         return self._masks[window]
 
-    def tables(self, rope: nn.Module, width: int) -> tuple[mx.array, mx.array]:
-        """Cosines and sines [n, width / 2] of the rows' positions, built once for layers that rotate alike."""
-        key = rope_key(rope["_base"] if isinstance(rope, RowRope) else rope)
-        if key not in self._tables:
-            self._tables[key] = rotation_tables(rope, self.positions, width)
-        return self._tables[key]
+    def rotations(self, rope: nn.Module, width: int) -> mx.array:
+        """Cosines, then sines [n, width] of the rows' positions, built once for layers that rotate alike."""
+        key = rope.key if isinstance(rope, RowRope) else (id(rope),)
+        if key not in self._rotations:
+            self._rotations[key] = rotation_table(rope, self.positions, width)
+        return self._rotations[key]
 
 
 class FixedLayerCache:
@@ -166,8 +166,8 @@ class FixedLayerCache:
         """Rows as ``rotary_tree_attention`` takes them -> attended [n, heads d]."""
         rows, prefix = self._rows, self._rows.prefixes[self._layer]
         visible, ancestors = rows.masks(mask.window)
-        tables = rows.tables(rope, prefix[0].shape[3])
-        attended, keys, values = rotary_tree_attention(joint, prefix, tables, visible, ancestors, rows.length, scale)
+        rotations = rows.rotations(rope, prefix[0].shape[3])
+        attended, keys, values = rotary_tree_attention(joint, prefix, rotations, visible, ancestors, rows.length, scale)
         rows.new[self._layer] = keys, values
         return attended
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from services.targets.seams import RowRope, rope_key, rotation_tables, swap_call
+from services.targets.seams import RowRope, rope_key, rotation_table, swap_call
 
 _TOLERANCE = 2e-6
 
@@ -47,7 +47,7 @@ class TableRope(RowRope):
 
     def _build(self, offset: int | mx.array, rows: int) -> tuple[mx.array, mx.array]:
         positions = mx.arange(offset, offset + rows) if isinstance(offset, int) else offset
-        cosine, sine = rotation_tables(RowRope(self._base), positions, self._dims)
+        cosine, sine = mx.split(rotation_table(RowRope(self._base), positions, self._dims), 2, axis=1)
         return mx.concatenate([cosine, cosine], axis=-1), mx.concatenate([-sine, sine], axis=-1)
 
 

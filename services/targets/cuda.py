@@ -51,12 +51,11 @@ def _block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.ar
         plain: mx.array = TransformerBlock.__call__(self, x, mask, cache)
         return plain
     before, after = self.input_layernorm, self.post_attention_layernorm
-    rows = x[0]
-    joint = norm_linear(rows, before.weight, before.eps, self.joint)
+    joint = norm_linear(x, before.weight, before.eps, self.joint)
     attended = attend(joint, self.self_attn.rope, self.self_attn.scale, mask)
-    hidden = linear_add(attended, Weight.of(self.self_attn.o_proj), rows)
+    hidden = linear_add(attended, Weight.of(self.self_attn.o_proj), x)
     gate, up, down = (Weight.of(self.mlp[name]) for name in _MLP)
-    return linear_add(norm_swiglu(hidden, after.weight, after.eps, gate, up), down, hidden)[None]
+    return linear_add(norm_swiglu(hidden, after.weight, after.eps, gate, up), down, hidden)
 
 
 def _can_fuse(layer: Any) -> bool:

@@ -80,9 +80,9 @@ class KVRows:
 
     def _commit_held(self, held: Sequence[mx.array], path: Sequence[int]) -> None:
         self.reserve(len(path))
-        padded = np.full(_round_to_moves(len(path)), -1, np.int32)
-        padded[: len(path)] = path
-        self.fill(_commit_rows(self.arrays(), held, mx.array(padded), mx.array([self.length])))
+        told = np.full(1 + _round_to_moves(len(path)), -1, np.int32)  # one array: each that comes from the host costs
+        told[0], told[1 : 1 + len(path)] = self.length, path
+        self.fill(_commit_rows(self.arrays(), held, mx.array(told)))
         mx.async_eval(self.arrays())
 
     def _commit_in_place(self, path: Sequence[int]) -> None:
@@ -138,7 +138,10 @@ def _round_to_moves(rows: int) -> int:
     return -(-rows // _MOVE) * _MOVE
 
 
-_commit_rows = mx.compile(commit_rows)
+@mx.compile
+def _commit_rows(arrays: list[mx.array], held: Sequence[mx.array], told: mx.array) -> list[mx.array]:
+    """``told`` is the slot of the first row, then the path."""
+    return commit_rows(arrays, held, told[1:], told[:1])
 
 
 @mx.compile

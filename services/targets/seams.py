@@ -136,6 +136,8 @@ class RowRope(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self._base = base
+        self.key = rope_key(base)
+        """Equal for ropes that rotate alike; made here since arrays cannot be looked at while a forward is traced."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """[1, heads, rows, d] at positions ``offset`` (int: consecutive; [rows]: each its own)."""
@@ -147,8 +149,8 @@ class RowRope(nn.Module):
         return rows.transpose(2, 1, 0, 3)
 
 
-def rotation_tables(rope: nn.Module, positions: mx.array, width: int) -> tuple[mx.array, mx.array]:
-    """Cosines and sines [n, width / 2] by which a rope of halves turns the pairs (i, i + width / 2), scaling included.
+def rotation_table(rope: nn.Module, positions: mx.array, width: int) -> mx.array:
+    """[n, width]: cosines, then sines by which a rope of halves turns the pairs (i, i + width / 2), scaling included.
 
     Args:
         rope: Takes one offset a row (``RowRope``).
@@ -158,8 +160,8 @@ def rotation_tables(rope: nn.Module, positions: mx.array, width: int) -> tuple[m
     positions = positions.reshape(-1)  # a lone row's may have no dimension
     # A rotated unit vector of the first half is (cos, sin) of each pair.
     unit = mx.concatenate([mx.ones(width // 2), mx.zeros(width // 2)])
-    turned = rope(mx.broadcast_to(unit, (1, 1, len(positions), width)), offset=positions)[0, 0]
-    return turned[:, : width // 2], turned[:, width // 2 :]
+    units = mx.zeros((1, 1, len(positions), width)) + unit
+    return rope(units, offset=positions)[0, 0]
 
 
 def rope_key(rope: nn.Module) -> tuple[Any, ...]:

@@ -151,11 +151,11 @@ def test_rotation_on_the_way_matches_a_softmax_in_float64(parents, prefix, windo
     expected = slow_attention(turned[:, :HEADS], keys, values, allowed, None)
     visible = np.zeros((rows, capacity), bool)
     visible[:, :prefix] = allowed[:, :prefix]
-    tables = mx.array(np.cos(angles).astype(np.float32)), mx.array(np.sin(angles).astype(np.float32))
+    rotations = mx.array(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
     attended, new_keys, new_values = rotary_tree_attention(
         joint,
         (cached[0], cached[1]),
-        tables,
+        rotations,
         mx.array(visible),
         mx.array(allowed[:, prefix:]),
         mx.array([prefix]),
