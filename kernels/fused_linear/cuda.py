@@ -12,7 +12,7 @@ from kernels._cuda import build_cuda_kernel, write_float
 from kernels.fused_linear.weight import Weight
 
 MOST_ROWS = 64
-_WARPS = 8
+_MOST_WARPS = 20
 _ROWS = 16
 """Rows of a block: more blocks, each with little to wait for, beat reading weights once."""
 
@@ -80,8 +80,9 @@ __device__ inline float squares_of(const unsigned* pairs) {
 }  // namespace aerie
 """
 
-# A block makes 16 outputs of up to 16 rows; its warps split K in chunks of 32 and add up in shared memory. A thread
-# holds eight consecutive values of K where the instruction wants four pairs: any order of K does, if A and B agree.
+# A block makes 16 outputs of up to 16 rows; its warps split K in chunks of 32 and add up in shared memory: with one
+# chunk a warp all loads are under way at once. A thread holds eight consecutive values of K where the instruction
+# wants four pairs: any order of K does, if A and B agree.
 _SOURCE = """
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = lane / 4, quarter = lane % 4;
@@ -93,7 +94,6 @@ _SOURCE = """
   float sums[PRODUCTS][TILES][4] = {};
   DECLARE_SQUARES
 
-#pragma unroll 2
   for (int chunk = warp; chunk < K / 32; chunk += WARPS) {
     const int at = chunk * 32 + quarter * 8;
     alignas(16) unsigned a[PRODUCTS][2][4], b[TILES][4];  // a: per weight, two of its rows, four pairs each
@@ -229,6 +229,8 @@ def _run(
     residual: mx.array | None = None,
 ) -> mx.array:
     rows, width, outputs = x.size // x.shape[-1], x.shape[-1], weights[0].outputs
+    chunks = width // 32
+    warps = -(-chunks // -(-chunks // _MOST_WARPS))
     inputs = {"x": x}
     if norm is not None:
         inputs["norm"] = norm.astype(x.dtype)
@@ -244,11 +246,11 @@ def _run(
             ("T", x.dtype),
             ("K", width),
             ("TILES", min(-(-rows // 8), _ROWS // 8)),
-            ("WARPS", _WARPS),
+            ("WARPS", warps),
             ("PRODUCTS", len(weights)),
         ],
-        grid=(outputs // 16 * _WARPS * 32, -(-rows // _ROWS), 1),
-        threadgroup=(_WARPS * 32, 1, 1),
+        grid=(outputs // 16 * warps * 32, -(-rows // _ROWS), 1),
+        threadgroup=(warps * 32, 1, 1),
         output_shapes=[(*x.shape[:-1], outputs)],
         output_dtypes=[x.dtype],
     )

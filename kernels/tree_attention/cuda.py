@@ -13,16 +13,16 @@ _THREADS = 256
 # the keys in turn, each with a softmax of its own (online); the groups' states are merged at the end.
 _SOURCE = """
   const float lowest = __int_as_float(0xff800000);  // minus infinity
-  constexpr int PIECE = 16 / sizeof(T), LANES = D / PIECE, GROUPS = THREADS / LANES;
+  constexpr int PIECE = 16 / sizeof(T), LANES = D / PIECE, GROUPS = THREADS / LANES, AHEAD = 4;
   const int row = blockIdx.x, head = blockIdx.y, rows = gridDim.x, heads = gridDim.y;
   const int kv_heads = prefix_keys_shape[1], kv_head = head / (heads / kv_heads), prefix = length[0];
   const int member = threadIdx.x % LANES, group = threadIdx.x / LANES, at = member * PIECE;
 
-  auto load = [](const T* from, float* piece) {
-    uint4 bytes = *reinterpret_cast<const uint4*>(from);
+  auto unpack = [](uint4 bytes, float* piece) {
     const T* narrow = reinterpret_cast<const T*>(&bytes);
     for (int i = 0; i < PIECE; ++i) piece[i] = static_cast<float>(narrow[i]);
   };
+  auto load = [&](const T* from, float* piece) { unpack(*reinterpret_cast<const uint4*>(from), piece); };
   float query[PIECE], key[PIECE], value[PIECE], out[PIECE] = {};
   float peak = lowest, total = 0.0f;
   SETUP
@@ -41,17 +41,29 @@ _SOURCE = """
   };
   const T* keys_at = prefix_keys + kv_head * prefix_keys_strides[1] + at;
   const T* values_at = prefix_values + kv_head * prefix_values_strides[1] + at;
-#pragma unroll 4
-  for (int start = 0; start < prefix; start += GROUPS) {
-    const int slot = min(start + group, prefix - 1);
-    load(keys_at + slot * prefix_keys_strides[2], key);
-    load(values_at + slot * prefix_values_strides[2], value);
-    take(start + group < prefix && visible[row * visible_strides[0] + slot * visible_strides[1]]);
+  const bool* visible_at = visible + row * visible_strides[0];
+  for (int start = group; start - group < prefix; start += GROUPS * AHEAD) {
+    uint4 key_bytes[AHEAD], value_bytes[AHEAD];  // several keys are under way at once
+    bool seen[AHEAD];
+    for (int i = 0; i < AHEAD; ++i) {
+      const int slot = min(start + i * GROUPS, prefix - 1);
+      key_bytes[i] = *reinterpret_cast<const uint4*>(keys_at + slot * prefix_keys_strides[2]);
+      value_bytes[i] = *reinterpret_cast<const uint4*>(values_at + slot * prefix_values_strides[2]);
+      seen[i] = start + i * GROUPS < prefix && visible_at[slot * visible_strides[1]];
+    }
+    for (int i = 0; i < AHEAD; ++i) {
+      unpack(key_bytes[i], key);
+      unpack(value_bytes[i], value);
+      take(seen[i]);
+    }
   }
   for (int start = 0; start < rows; start += GROUPS) {
     const int own = min(start + group, rows - 1);
+    const bool seen =
+        start + group < rows && ancestors[row * ancestors_strides[0] + own * ancestors_strides[1]];
+    if (!__any_sync(0xffffffffu, seen)) continue;  // few rows are ancestors
     LOAD_OWN
-    take(start + group < rows && ancestors[row * ancestors_strides[0] + own * ancestors_strides[1]]);
+    take(seen);
   }
 
   __shared__ float peaks[GROUPS], totals[GROUPS], outs[GROUPS][D];
@@ -102,13 +114,17 @@ _JOINT = _write_source(
   auto rotate = [&](const T* from, int of, float* piece) {
     constexpr int HALF = D / 2;
     const int base = at < HALF ? at : at - HALF;
-    float other[PIECE];
+    const float* angles = rotations + of * rotations_strides[0] + base;
+    alignas(16) float other[PIECE], cosines[PIECE], sines[PIECE];
     load(from + at, piece);
     load(from + (at < HALF ? at + HALF : base), other);
-    const float* angles = rotations + of * rotations_strides[0] + base;
+    for (int i = 0; i < PIECE; i += 4) {
+      *reinterpret_cast<float4*>(cosines + i) = *reinterpret_cast<const float4*>(angles + i);
+      *reinterpret_cast<float4*>(sines + i) = *reinterpret_cast<const float4*>(angles + HALF + i);
+    }
     for (int i = 0; i < PIECE; ++i) {
-      const float cosine = angles[i], sine = at < HALF ? -angles[HALF + i] : angles[HALF + i];
-      piece[i] = static_cast<float>(static_cast<T>(piece[i] * cosine + other[i] * sine));
+      const float sine = at < HALF ? -sines[i] : sines[i];
+      piece[i] = static_cast<float>(static_cast<T>(piece[i] * cosines[i] + other[i] * sine));
     }
   };
   rotate(joint + row * stride + head * D, row, query);
