@@ -19,7 +19,7 @@ from services.targets.kv_rows import KVRows
 from services.targets.ragged import SessionRows, WindowMask
 from services.targets.seams import Recorder, RowRope, rotation_table
 
-ROW_COUNTS = (1, 16, 32, 64)
+ROW_COUNTS = (1, 16, 32, 48, 64)
 """Trees are padded to the next of these."""
 _WORD = 32
 
