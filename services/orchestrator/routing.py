@@ -12,7 +12,7 @@ from services.speculation.messages import TargetInfo
 # nodes that would cost more to verify than they bring; on a GPU a small target's forward costs the same for 1 row
 # and 64.
 PRESETS = {
-    "cpu": Budget(max_nodes=12, max_depth=6, top_k=4, min_log_prob=math.log(0.1)),
+    "cpu": Budget(max_nodes=12, max_depth=6, top_k=3, min_log_prob=math.log(0.15)),
     "gpu": Budget(max_nodes=48, max_depth=6, top_k=10),
 }
 
