@@ -160,6 +160,7 @@ def rotation_table(rope: nn.Module, positions: mx.array, width: int) -> mx.array
     positions = positions.reshape(-1)  # a lone row's may have no dimension
     # A rotated unit vector of the first half is (cos, sin) of each pair.
     unit = mx.concatenate([mx.ones(width // 2), mx.zeros(width // 2)])
+    # A sum, not a broadcast: MLX's CUDA rope (0.32.4) turns rows of stride 0 wrongly.
     units = mx.zeros((1, 1, len(positions), width)) + unit
     return rope(units, offset=positions)[0, 0]
 
