@@ -6,16 +6,20 @@ from kernels._cuda import on_cuda
 from kernels.top_k import cpu, cuda, reference
 
 
-def top_log_probs(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
+def top_log_probs(logits: mx.array, k: int, labels: mx.array) -> tuple[mx.array, mx.array]:
     """Best log-probabilities of each row, best first.
 
     Args:
         logits: [rows, V]; NaN counts as -inf.
         k: At most V.
+        labels: [V] int32, what each column is called.
 
     Returns:
-        Values [rows, k] float32 and ids [rows, k] int32. Lazy on GPUs; computed at once on the CPU.
+        Values [rows, k] float32 and labels [rows, k] int32; among equal logits the first column comes first. Lazy on
+        GPUs; computed at once on the CPU.
     """
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return cpu.top_log_probs(logits, k)
-    return (cuda if on_cuda() and k <= cuda.MOST else reference).top_log_probs(logits, k)
+    if on_cuda() and k <= cuda.MOST:
+        return cuda.top_log_probs(logits, k, labels)
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    values, ids = (cpu if on_cpu else reference).top_log_probs(logits, k)
+    return values, labels[ids]

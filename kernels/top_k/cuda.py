@@ -19,7 +19,7 @@ _SOURCE = """
   __shared__ int warp_id[32];
 
   auto read = [&](int id) {
-    float value = id < width ? static_cast<float>(logits[row * logits_strides[0] + id * logits_strides[1]]) : lowest;
+    float value = id < width ? static_cast<float>(logits[static_cast<size_t>(row) * width + id]) : lowest;
     return isnan(value) ? lowest : value;
   };
   float held[PER > 0 ? PER : 1];
@@ -83,23 +83,23 @@ _SOURCE = """
     }
     if (threadIdx.x == 0) {
       log_probs[row * K + pass] = last_value - top - log_total;
-      ids[row * K + pass] = last_id;
+      named[row * K + pass] = labels[last_id];
     }
   }
 """
 
 
-def top_log_probs(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
+def top_log_probs(logits: mx.array, k: int, labels: mx.array) -> tuple[mx.array, mx.array]:
     """See ``kernels.top_k.top_log_probs``."""
     rows, width = logits.shape
     entries = -(-width // _THREADS)
-    kernel = build_cuda_kernel("top_k", ("logits",), ("log_probs", "ids"), _SOURCE)
-    log_probs, ids = kernel(
-        inputs=[logits],
+    kernel = build_cuda_kernel("top_k", ("logits", "labels"), ("log_probs", "named"), _SOURCE)
+    log_probs, named = kernel(
+        inputs=[logits, labels],
         template=[("T", logits.dtype), ("K", k), ("PER", entries if entries <= _HELD else 0)],
         grid=(rows * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(rows, k), (rows, k)],
         output_dtypes=[mx.float32, mx.int32],
     )
-    return log_probs, ids
+    return log_probs, named

@@ -26,7 +26,8 @@ def prefix_tree_attention(
         prefix: Keys and values [1, kv_heads, capacity, d] of the cache.
         new: Keys and values [1, kv_heads, n, d] of the new rows.
         visible: [n, capacity] bool, which cached rows each new row sees; none at or after ``length``.
-        ancestors: [n, n] bool, which new rows it sees: its ancestors and itself.
+        ancestors: [n, s + n] bool, which new rows it sees, its ancestors and itself: first s rows of earlier calls that
+            lie in the cache behind ``length``, then these.
         length: [1] int32, rows of the cache.
         scale: Multiplies the scores.
         sinks: As ``tree_attention``.
@@ -37,7 +38,7 @@ def prefix_tree_attention(
     fits = cuda.supports(queries.shape[3], new[1].shape[3], prefix[0].shape[2], queries.dtype)
     if on_cuda() and fits and sinks is None:
         return cuda.prefix_tree_attention(queries, prefix, new, visible, ancestors, length, scale)
-    return reference.prefix_tree_attention(queries, prefix, new, visible, ancestors, scale, sinks)
+    return reference.prefix_tree_attention(queries, prefix, new, visible, ancestors, length, scale, sinks)
 
 
 def rotary_tree_attention(
@@ -63,4 +64,4 @@ def rotary_tree_attention(
     width = prefix[0].shape[3]
     if on_cuda() and cuda.supports(width, prefix[1].shape[3], prefix[0].shape[2], joint.dtype):
         return cuda.rotary_tree_attention(joint, prefix, rotations, visible, ancestors, length, scale)
-    return reference.rotary_tree_attention(joint, prefix, rotations, visible, ancestors, scale)
+    return reference.rotary_tree_attention(joint, prefix, rotations, visible, ancestors, length, scale)

@@ -57,12 +57,18 @@ _SOURCE = """
       take(seen[i]);
     }
   }
-  for (int start = 0; start < rows; start += GROUPS) {
-    const int own = min(start + group, rows - 1);
+  const int held = ancestors_shape[1] - rows;  // new rows that lie in the cache already, behind the prefix
+  for (int start = 0; start < held + rows; start += GROUPS) {
+    const int column = min(start + group, held + rows - 1), own = column - held;
     const bool seen =
-        start + group < rows && ancestors[row * ancestors_strides[0] + own * ancestors_strides[1]];
+        start + group < held + rows && ancestors[row * ancestors_strides[0] + column * ancestors_strides[1]];
     if (!__any_sync(0xffffffffu, seen)) continue;  // few rows are ancestors
-    LOAD_OWN
+    if (own < 0) {
+      load(keys_at + (prefix + column) * prefix_keys_strides[2], key);
+      load(values_at + (prefix + column) * prefix_values_strides[2], value);
+    } else {
+      LOAD_OWN
+    }
     take(seen);
   }
 
@@ -88,7 +94,7 @@ _SOURCE = """
 
 def _write_source(setup: str, load_own: str) -> str:
     """The body for new rows that are stored in one way or another."""
-    return _SOURCE.replace("  SETUP", setup).replace("    LOAD_OWN", load_own)
+    return _SOURCE.replace("  SETUP", setup).replace("      LOAD_OWN", load_own)
 
 
 _APART = _write_source(

@@ -68,12 +68,16 @@ def prefix_tree_attention(
     new: tuple[mx.array, mx.array],
     visible: mx.array,
     ancestors: mx.array,
+    length: mx.array,
     scale: float,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """See ``kernels.tree_attention.prefix_tree_attention``."""
     keys, values = (mx.concatenate([old, own], axis=2) for old, own in zip(prefix, new, strict=True))
-    mask = mx.concatenate([visible, ancestors], axis=1)
+    held = ancestors.shape[1] - queries.shape[2]
+    if held:  # they lie in the cache
+        visible = mx.slice_update(visible, ancestors[:, :held], length, (1,))
+    mask = mx.concatenate([visible, ancestors[:, held:]], axis=1)
     return tree_attention(queries, keys, values, mask, scale, sinks)
 
 
@@ -83,6 +87,7 @@ def rotary_tree_attention(
     rotations: mx.array,
     visible: mx.array,
     ancestors: mx.array,
+    length: mx.array,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """See ``kernels.tree_attention.rotary_tree_attention``."""
@@ -93,5 +98,5 @@ def rotary_tree_attention(
     cosines, sines = mx.split(rotations, 2, axis=1)
     turned = mx.concatenate([low * cosines - high * sines, high * cosines + low * sines], axis=3).astype(joint.dtype)
     keys, values = turned[:, heads:], by_head[:, -kv_heads:]
-    out = prefix_tree_attention(turned[:, :heads], prefix, (keys, values), visible, ancestors, scale)
+    out = prefix_tree_attention(turned[:, :heads], prefix, (keys, values), visible, ancestors, length, scale)
     return out.transpose(0, 2, 1, 3).reshape(*joint.shape[:-1], -1), keys, values

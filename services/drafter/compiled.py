@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from kernels.commit import commit_rows
+from kernels.pack import pack_words
 from kernels.tree_attention import prefix_tree_attention, rotary_tree_attention
 from services.drafter import growth
 from services.drafter.family import TraceableDraftModel
@@ -131,10 +132,7 @@ class _Growth:
         tree = _FixedTree(list(arrays), slots, self._budget.max_depth)
         levels, picks = growth.propose(self._model, tree, last, self._budget, lambda *_: self._budget.top_k)
         self._shapes = [(ids.shape[0], ids.shape[1]) for _, ids in levels]
-        parts = [values.astype(mx.float32).view(mx.int32) for values, _ in levels]
-        parts += [ids.astype(mx.int32) for _, ids in levels]
-        parts += [pick.astype(mx.int32) for pick in picks]
-        return mx.concatenate([part.reshape(-1) for part in parts])
+        return pack_words([*(values for values, _ in levels), *(ids for _, ids in levels), *picks])
 
 
 def _place(session: DraftSession) -> tuple[int, int, int]:
@@ -176,9 +174,9 @@ class FixedRows:
         arrays: Keys of every layer, then values, [1, kv_heads, capacity, d]; replaced as layers write.
         positions: [n].
         rotations: (rope, width) -> their ``rotation_table``.
-        visible: [n, capacity] bool, the cached rows that each new row sees.
-        own: [n, n] bool, the new rows that it sees.
-        start: [1] slot of the first new row.
+        visible: [n, capacity] bool, the true rows that each new row sees.
+        ancestors: [n, scratch + n] bool, the rows of the tree that it sees.
+        start: [1] slot of the first row of the tree.
     """
 
     def __init__(
@@ -187,16 +185,16 @@ class FixedRows:
         positions: mx.array,
         rotations: Callable[..., mx.array],
         visible: mx.array,
-        own: mx.array,
+        ancestors: mx.array,
         start: mx.array,
     ) -> None:
         self.arrays, self.positions = arrays, positions
         self._rotations = rotations
-        self._visible, self._own, self._start = visible, own, start
+        self._masks = visible, ancestors, start
 
     def attend(self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         prefix, new = self._cached(layer), (keys, values)
-        out = prefix_tree_attention(queries, prefix, new, self._visible, self._own, self._start, scale)
+        out = prefix_tree_attention(queries, prefix, new, *self._masks, scale)
         self._store(layer, keys, values)
         return out
 
@@ -204,8 +202,7 @@ class FixedRows:
         """Rows as ``rotary_tree_attention`` takes them -> attended [n, heads d]."""
         prefix = self._cached(layer)
         rotations = self._rotations(rope, width=prefix[0].shape[3])
-        masks = self._visible, self._own, self._start
-        attended, keys, values = rotary_tree_attention(joint, prefix, rotations, *masks, scale)
+        attended, keys, values = rotary_tree_attention(joint, prefix, rotations, *self._masks, scale)
         self._store(layer, keys, values)
         return attended
 
@@ -213,8 +210,11 @@ class FixedRows:
         return self.arrays[layer], self.arrays[len(self.arrays) // 2 + layer]
 
     def _store(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        order = mx.arange(keys.shape[2])
-        fresh = commit_rows(self._cached(layer), (keys, values), order, self._start)
+        _, ancestors, start = self._masks
+        count = keys.shape[2]
+        # A constant, and not a launch: the rows go behind the tree's earlier ones.
+        order = mx.array([-1] * (ancestors.shape[1] - count) + list(range(count)), mx.int32)
+        fresh = commit_rows(self._cached(layer), (keys, values), order, start)
         self.arrays[layer], self.arrays[len(self.arrays) // 2 + layer] = fresh
 
 
@@ -244,8 +244,5 @@ class _FixedTree:
             return mx.broadcast_to(self._tables[key][row], (count, width))
 
         visible = mx.broadcast_to(self._visible[row], (count, self._visible.shape[1]))
-        if scratch:
-            visible = mx.slice_update(visible, ancestors[:, :scratch], self._start, (1,))
         positions = mx.broadcast_to(self._positions[row], (count,))
-        own, start = ancestors[:, scratch:], self._start + scratch
-        return FixedRows(self._arrays, positions, rotations, visible, own, start)
+        return FixedRows(self._arrays, positions, rotations, visible, ancestors, self._start)

@@ -128,6 +128,37 @@ def test_a_prefix_apart_matches_a_softmax_in_float64(parents, prefix, window, di
     np.testing.assert_allclose(np.array(got.astype(mx.float32)), expected, atol=tolerance * np.abs(expected).max())
 
 
+@pytest.mark.parametrize(("dim", "dtype"), WIDTHS)
+@pytest.mark.parametrize("held", [1, 3, 40])
+def test_rows_of_earlier_calls_are_seen_where_they_lie(held, dim, dtype):
+    """Behind the prefix; each new row sees some of them, and one sees none."""
+    rng, rows, prefix, capacity = np.random.default_rng(held + dim), 5, 9, 64
+    queries, cached, new = (
+        rng.normal(0, 1, shape)
+        for shape in ((1, HEADS, rows, dim), (2, 1, KV_HEADS, capacity, dim), (2, 1, KV_HEADS, rows, dim))
+    )
+    q, *arrays = (mx.array(array.astype(np.float32)).astype(dtype) for array in (queries, *cached, *new))
+    old_keys, old_values, own_keys, own_values = (np.array(a.astype(mx.float32), np.float64) for a in arrays)
+    ancestors = np.concatenate([rng.random((rows, held)) < 0.5, np.eye(rows, dtype=bool)], axis=1)
+    ancestors[2, :held] = False
+    visible = np.broadcast_to(np.arange(capacity) < prefix, (rows, capacity))
+    keys = np.concatenate([old_keys[:, :, : prefix + held], own_keys], axis=2)
+    values = np.concatenate([old_values[:, :, : prefix + held], own_values], axis=2)
+    allowed = np.concatenate([visible[:, :prefix], ancestors], axis=1)
+    expected = slow_attention(np.array(q.astype(mx.float32), np.float64), keys, values, allowed, None)
+    got = prefix_tree_attention(
+        q,
+        (arrays[0], arrays[1]),
+        (arrays[2], arrays[3]),
+        mx.array(visible),
+        mx.array(ancestors),
+        mx.array([prefix]),
+        dim**-0.5,
+    )
+    tolerance = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
+    np.testing.assert_allclose(np.array(got.astype(mx.float32)), expected, atol=tolerance * np.abs(expected).max())
+
+
 def rotate(x, positions, base=100.0):
     """Pairs (i, i + d / 2) of each head, as complex numbers, turned by position * base^(-2 i / d)."""
     half = x.shape[-1] // 2

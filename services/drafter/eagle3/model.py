@@ -189,7 +189,7 @@ class Eagle3Drafter:
             "target": lambda: _fetch(shared, "lm_head", spec),
         }[spec.head]()
         self._embedding, self._head = self._embedding.astype(self._dtype), self._head.astype(self._dtype)
-        self._target_ids = mx.array(checkpoint.draft_to_target)
+        self._target_ids = mx.array(checkpoint.draft_to_target).astype(mx.int32)
         mx.eval(self._network.parameters(), self._embedding, self._head, self._target_ids)
         if on_cuda():
             cuda.swap_linears(self._network)
@@ -241,8 +241,7 @@ class Eagle3Drafter:
         logits = linear(hidden, head) if post else norm_linear(hidden, norm.weight, norm.eps, head)
         if self._spec.logit_scale != 1:
             logits = logits * self._spec.logit_scale
-        log_probs, ids = top_log_probs(logits, min(k, self._spec.draft_vocab_size))
-        return log_probs, self._target_ids[ids]
+        return top_log_probs(logits, min(k, self._spec.draft_vocab_size), self._target_ids)
 
     def _embed(self, tokens: mx.array) -> mx.array:
         return self._embedding[tokens]
