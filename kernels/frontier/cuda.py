@@ -1,6 +1,7 @@
 """The next frontier in one CUDA kernel: MLX takes a sort and ten launches."""
 
 import mlx.core as mx
+import numpy as np
 
 from kernels._cuda import build_cuda_kernel
 
@@ -53,7 +54,7 @@ def choose_frontier(
     """See ``kernels.frontier.choose_frontier``."""
     scratch = ancestors.shape[1]
     if not scratch:  # an input of no elements has no address
-        ancestors = mx.zeros((log_probs.shape[0], 1), mx.bool_)
+        ancestors = mx.array(np.zeros((log_probs.shape[0], 1), np.bool_))
     kernel = build_cuda_kernel("frontier", ("log_probs", "tokens", "scores", "ancestors"), _OUTPUTS, _SOURCE)
     threads = -(-log_probs.size // 32) * 32
     *chosen, seen = kernel(

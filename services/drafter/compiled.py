@@ -71,7 +71,7 @@ class CompiledDrafting:
         """``packed``: the session's place, the newest row, ROUND_ROWS tokens, then the bits of their features."""
         told, bits = packed[: 4 + ROUND_ROWS], packed[4 + ROUND_ROWS :]
         slots = Slots(told[:1], told[1:2], told[2:3], arrays[0].shape[2])
-        positions = slots.length + mx.arange(ROUND_ROWS)
+        positions = slots.length + count_up(ROUND_ROWS)
         own = sees(positions, positions, slots.window)
         rotations = partial(rotation_table, positions=positions)
         rows = FixedRows(list(arrays), positions, rotations, slots.kept_seen_by(positions), own, slots.start)
@@ -140,6 +140,11 @@ def _place(session: DraftSession) -> tuple[int, int, int]:
     return session.kv.length, session.length - session.kv.length, session.window
 
 
+def count_up(count: int) -> mx.array:
+    """[count] int32. ``mx.arange`` would be a launch at every call of a traced function; this is a constant."""
+    return mx.array(np.arange(count, dtype=np.int32))
+
+
 def sees(queries: mx.array, keys: mx.array, window: mx.array) -> mx.array:
     """``session.sees`` on the device: [q], [k] positions -> [q, k] bool."""
     back = queries[:, None] - keys
@@ -159,7 +164,7 @@ class Slots:
     def __init__(self, start: mx.array, dropped: mx.array, window: mx.array, capacity: int) -> None:
         self.start, self.window = start, window
         self.length = self.start + dropped
-        self._slots = mx.arange(capacity)
+        self._slots = count_up(capacity)
         self._positions = mx.where(self._slots < SINK_ROWS, self._slots, self._slots + dropped)
 
     def kept_seen_by(self, positions: mx.array) -> mx.array:
@@ -230,7 +235,7 @@ class _FixedTree:
     def __init__(self, arrays: list[mx.array], slots: Slots, depths: int) -> None:
         self._arrays, self._start = arrays, slots.start
         # A row sits one before its token, as in ``DraftSession.tree_position``.
-        self._positions = slots.length + mx.arange(depths)
+        self._positions = slots.length + count_up(depths)
         self._visible = slots.kept_seen_by(self._positions)
         self._tables: dict[tuple[int, int], mx.array] = {}
 

@@ -56,7 +56,7 @@ def propose(
         budget: Depth and children of a node.
         width: Most nodes to expand at the newest of the levels so far.
     """
-    hidden, scores = last, mx.zeros((1,))
+    hidden, scores = last, mx.array([0.0])
     ancestors = mx.zeros((1, 0), mx.bool_)
     levels: Levels = []
     picks: Picks = []

@@ -158,11 +158,11 @@ def rotation_table(rope: nn.Module, positions: mx.array, width: int) -> mx.array
         width: Dimensions that turn.
     """
     positions = positions.reshape(-1)  # a lone row's may have no dimension
-    # A rotated unit vector of the first half is (cos, sin) of each pair.
-    unit = mx.concatenate([mx.ones(width // 2), mx.zeros(width // 2)])
-    # A sum, not a broadcast: MLX's CUDA rope (0.32.4) turns rows of stride 0 wrongly.
-    units = mx.zeros((1, 1, len(positions), width)) + unit
-    return rope(units, offset=positions)[0, 0]
+    # A rotated unit vector of the first half is (cos, sin) of each pair. A constant to a traced forward, not a launch;
+    # and not a broadcast: MLX's CUDA rope (0.32.4) turns rows of stride 0 wrongly.
+    units = np.zeros((1, 1, len(positions), width), np.float32)
+    units[..., : width // 2] = 1
+    return rope(mx.array(units), offset=positions)[0, 0]
 
 
 def rope_key(rope: nn.Module) -> tuple[Any, ...]:
