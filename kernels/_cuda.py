@@ -14,7 +14,8 @@ def build_cuda_kernel(
 ) -> Callable[..., Sequence[mx.array]]:
     """An ``mx.fast.cuda_kernel``; raises where there is no CUDA backend.
 
-    MLX keeps compiled kernels on disk by name alone, so the name carries a digest of the source.
+    MLX keeps compiled kernels by name and template alone, so the name carries a digest of the source. An input's type
+    is in neither: give each input one type for each template.
 
     Args:
         name: For people.

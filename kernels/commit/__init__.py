@@ -16,7 +16,7 @@ def commit_rows(
     Args:
         caches: [1, kv_heads, capacity, d] each.
         rows: [1, kv_heads, n, d] each, the new rows for each of them.
-        path: [p] int32, indices of the rows to keep in order; -1 after the last.
-        length: [1] int32, the slot of the first kept row; ``length + p <= capacity``.
+        path: [p] int32, which row goes to each slot from ``length`` on; -1 leaves a slot as it was.
+        length: [1] int32, the slot of ``path[0]``. Slots beyond the capacity are left out.
     """
     return (cuda if on_cuda() else reference).commit_rows(caches, rows, path, length)

@@ -235,7 +235,7 @@ def _run(
     if norm is not None:
         inputs["norm"] = norm.astype(x.dtype)
     if residual is not None:
-        inputs["residual"] = residual
+        inputs["residual"] = residual.astype(x.dtype)
     for index, weight in enumerate(weights):
         named = zip(("weight", "scales", "biases"), weight.arrays(), strict=False)
         inputs |= {f"{part}{index}": array for part, array in named}

@@ -95,7 +95,7 @@ def top_log_probs(logits: mx.array, k: int, labels: mx.array) -> tuple[mx.array,
     entries = -(-width // _THREADS)
     kernel = build_cuda_kernel("top_k", ("logits", "labels"), ("log_probs", "named"), _SOURCE)
     log_probs, named = kernel(
-        inputs=[logits, labels],
+        inputs=[logits, labels.astype(mx.int32)],
         template=[("T", logits.dtype), ("K", k), ("PER", entries if entries <= _HELD else 0)],
         grid=(rows * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),

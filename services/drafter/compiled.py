@@ -61,8 +61,10 @@ class CompiledDrafting:
         packed = mx.array(np.concatenate([told, padded.reshape(-1).view(np.int32)]))
         last, place, arrays = self._reads[taps.dtype](packed, session.kv.arrays())
         session.kv.fill(arrays)
+        start, dropped, window = _place(session)
+        # Not what ``keep`` leaves: it may drop rows, of which the device has not been told.
+        session.told = (start + count, dropped, window), place
         session.keep(count, last)
-        session.told = _place(session), place
         return None
 
     def _read_rows(
