@@ -21,6 +21,7 @@ from services.speculation.growth import Budget, Candidates, rerank
 from services.speculation.messages import Features
 from services.speculation.trees import DraftTree, IntArray
 from services.speculation.window import SINK_ROWS
+from services.targets.compiled import count_up
 from services.targets.features import to_mlx
 from services.targets.seams import rotation_table
 
@@ -140,11 +141,6 @@ class _Growth:
 def _place(session: DraftSession) -> tuple[int, int, int]:
     """Rows in the cache, rows dropped from it, and the window."""
     return session.kv.length, session.length - session.kv.length, session.window
-
-
-def count_up(count: int) -> mx.array:
-    """[count] int32. ``mx.arange`` would be a launch at every call of a traced function; this is a constant."""
-    return mx.array(np.arange(count, dtype=np.int32))
 
 
 def sees(queries: mx.array, keys: mx.array, window: mx.array) -> mx.array:

@@ -91,9 +91,14 @@ def _pack(rows: SessionRows, width: int) -> IntArray:
 def _unpack(packed: mx.array, width: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Tokens [width], positions [width], ancestors [width, width] bool and committed rows [1]."""
     words = packed[2 * width + 1 :].reshape(width, -1, 1)
-    bits = (words >> mx.array(np.arange(_WORD, dtype=np.int32))) & 1  # a constant: an arange would be a launch
+    bits = (words >> count_up(_WORD)) & 1
     ancestors = bits.reshape(width, -1)[:, :width].astype(mx.bool_)
     return packed[:width], packed[width : 2 * width], ancestors, packed[2 * width : 2 * width + 1]
+
+
+def count_up(count: int) -> mx.array:
+    """[count] int32. ``mx.arange`` would be a launch at every call of a traced function; this is a constant."""
+    return mx.array(np.arange(count, dtype=np.int32))
 
 
 class FixedRows:
@@ -126,7 +131,7 @@ class FixedRows:
         """Which cached rows [n, capacity] and which new rows [n, n] each new row sees, built once a window."""
         if window not in self._masks:
             capacity = next(iter(self.prefixes.values()))[0].shape[2]
-            slots = mx.array(np.arange(capacity, dtype=np.int32))
+            slots = count_up(capacity)
             visible = mx.broadcast_to(slots < self.length, (len(self.positions), capacity))
             ancestors = self._ancestors
             if window is not None:
