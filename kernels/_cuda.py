@@ -1,5 +1,6 @@
 """CUDA sources as kernels: built on first use, named by what they were built from."""
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -44,3 +45,13 @@ def write_float(value: float) -> str:
 def on_cuda() -> bool:
     """Whether arrays live on an NVIDIA GPU."""
     return mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available()
+
+
+@cache
+def count_multiprocessors() -> int:
+    """Of the first GPU, from the driver, which MLX has loaded: as many blocks run at the same time at least."""
+    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    multiprocessor_count = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    if driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(count), multiprocessor_count, 0):
+        raise RuntimeError("the CUDA driver does not tell how many multiprocessors its first device has")
+    return count.value

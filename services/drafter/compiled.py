@@ -114,12 +114,14 @@ class _Growth:
         # What the rows of this round were told is on the device already.
         place = session.told[1] if session.told and session.told[0] == here else mx.array([*here, -1])
         flat = np.array(self._propose(last, place, session.kv.arrays()))
+        if flat[-1]:
+            raise RuntimeError("the blocks of a growth did not run at the same time")
         sizes = [rows * columns for rows, columns in self._shapes]
         total = sum(sizes)
         ends = np.cumsum(sizes)[:-1]
         log_probs = np.split(flat[:total].view(np.float32), ends)
         tokens = np.split(flat[total : 2 * total], ends)
-        picks = np.split(flat[2 * total :], np.cumsum([rows for rows, _ in self._shapes[1:]])[:-1])
+        picks = np.split(flat[2 * total : -1], np.cumsum([rows for rows, _ in self._shapes[1:]])[:-1])
         levels = [
             (values.reshape(shape), ids.reshape(shape))
             for values, ids, shape in zip(log_probs, tokens, self._shapes, strict=True)
@@ -127,15 +129,21 @@ class _Growth:
         return growth.collect(levels, picks if len(levels) > 1 else [])
 
     def _trace(self, last: mx.array, place: mx.array, arrays: list[mx.array]) -> mx.array:
-        """Log-probabilities (their bits), tokens and picks of all depths, one after the other, as int32.
+        """As ``kernels.tree_growth.grow_tree``: log-probabilities, tokens, picks, and whether it failed.
 
         ``place`` [4]: the session's place before its newest rows, and the index of the newest.
         """
+        depth, top_k = self._budget.max_depth, self._budget.top_k
+        grown = self._model.grow_at_once(last, place, arrays, depth, top_k)
+        if grown is not None:
+            self._shapes = [(1, top_k), *[(top_k, top_k)] * (depth - 1)]
+            return grown
         slots = Slots(place[:1] + place[3:4] + 1, place[1:2], place[2:3], arrays[0].shape[2])
-        tree = _FixedTree(list(arrays), slots, self._budget.max_depth)
-        levels, picks = growth.propose(self._model, tree, last, self._budget, lambda *_: self._budget.top_k)
+        tree = _FixedTree(list(arrays), slots, depth)
+        levels, picks = growth.propose(self._model, tree, last, self._budget, lambda *_: top_k)
         self._shapes = [(ids.shape[0], ids.shape[1]) for _, ids in levels]
-        return pack_words([*(values for values, _ in levels), *(ids for _, ids in levels), *picks])
+        worked = mx.array([0])
+        return pack_words([*(values for values, _ in levels), *(ids for _, ids in levels), *picks, worked])
 
 
 def _place(session: DraftSession) -> tuple[int, int, int]:

@@ -66,3 +66,19 @@ class TraceableDraftModel(DraftModel, Protocol):
     def read(self, tokens: mx.array, taps: Sequence[mx.array], rows: Rows) -> mx.array:
         """True rows: tokens [n] and features [n, hidden] by tap -> the states [n, hidden] that they hand on."""
         ...
+
+    def grow_at_once(
+        self, last: mx.array, place: mx.array, arrays: Sequence[mx.array], depth: int, top_k: int
+    ) -> mx.array | None:
+        """Every depth of a growth in one launch, where the device and the drafter allow it; else None.
+
+        Args:
+            last: [1, hidden], the state that predicts the root's children.
+            place: [4] int32, as in ``compiled``.
+            arrays: The session's cache.
+            depth, top_k: Of the tree; each depth but the last expands ``top_k`` nodes.
+
+        Returns:
+            As ``kernels.tree_growth.grow_tree``.
+        """
+        ...

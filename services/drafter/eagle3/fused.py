@@ -1,10 +1,12 @@
-"""The first layer in seven launches, for CUDA, where launching a drafter's layers costs more than running them."""
+"""A drafter's layer in seven launches, and its whole growth in one: on CUDA launching costs more than running."""
 
 from typing import Any
 
 import mlx.core as mx
 
 from kernels.fused_linear import Weight, linear_add, norm_linear, norm_linear_add, norm_swiglu
+from kernels.tree_growth import GrowthLayer
+from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.session import Rows
 from services.targets.seams import swap_call
 
@@ -12,19 +14,65 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
+def _is_plain(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = [*(attention[name] for name in _LINEARS), *(mlp[name] for name in _MLP)]
+    return "q_norm" not in attention and not any("bias" in part for part in linears)
+
+
+def split_joint(layer: Any) -> tuple[mx.array, mx.array]:
+    """Queries', keys' and values' weights over each other [N, H]: what reads the embedding, what reads the state.
+
+    Made once a layer, and kept with it.
+    """
+    if not hasattr(layer, "_halves"):
+        joint = mx.concatenate([layer.self_attn[name].weight for name in _LINEARS[:3]])  # [N, 2H], embedding first
+        half = joint.shape[1] // 2
+        layer._halves = mx.contiguous(joint[:, :half]), mx.contiguous(joint[:, half:])
+        mx.eval(layer._halves)
+    halves: tuple[mx.array, mx.array] = layer._halves
+    return halves
+
+
+def make_growth_layer(
+    spec: Eagle3Spec, network: Any, embedding: mx.array, head: mx.array, labels: mx.array
+) -> GrowthLayer | None:
+    """The drafter for ``kernels.tree_growth``, or None for one with more layers or other parts."""
+    layer = network.layers[0]
+    if spec.layers > 1 or spec.recycle_post_norm or not _is_plain(layer):
+        return None
+    by_embedding, by_state = split_joint(layer)
+    return GrowthLayer(
+        embedding=embedding,
+        by_embedding=by_embedding,
+        by_state=by_state,
+        output=layer.self_attn.o_proj.weight,
+        gate=layer.mlp.gate_proj.weight,
+        up=layer.mlp.up_proj.weight,
+        down=layer.mlp.down_proj.weight,
+        head=head,
+        embedding_norm=layer.input_layernorm.weight,
+        state_norm=layer.hidden_norm.weight,
+        middle_norm=layer.post_attention_layernorm.weight,
+        final_norm=network.norm.weight,
+        labels=labels,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        eps=spec.rms_norm_eps,
+        attention_scale=layer.self_attn.scale,
+        logit_scale=spec.logit_scale,
+        norm_residual=spec.norm_before_residual,
+    )
+
+
 def swap_first_layer(layer: Any) -> bool:
     """Replace a ``FirstLayer``'s forward over rows that can attend from one product; says whether it can be.
 
     Options with tensors inside the attention or biases keep the layer as it is.
     """
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = [*(attention[name] for name in _LINEARS), *(mlp[name] for name in _MLP)]
-    if "q_norm" in attention or any("bias" in part for part in linears):
+    if not _is_plain(layer):
         return False
-    joint = mx.concatenate([attention[name].weight for name in _LINEARS[:3]])  # [N, 2H], embedding first
-    half = joint.shape[1] // 2
-    by_embedding, by_hidden = Weight(mx.contiguous(joint[:, :half])), Weight(mx.contiguous(joint[:, half:]))
-    mx.eval(by_embedding.array, by_hidden.array)
+    by_embedding, by_hidden = (Weight(half) for half in split_joint(layer))
     plain = type(layer).__call__
 
     def fused(self: Any, embedding: mx.array, hidden: mx.array, rows: Rows) -> mx.array:

@@ -1,4 +1,7 @@
-"""Runs the CUDA sources on the CPU: compiled as C++ with a shim, block by block, a block's threads as fibers."""
+"""Runs the CUDA sources on the CPU: compiled as C++ with a shim, block by block, a block's threads as fibers.
+
+Blocks that count each other's arrivals run side by side.
+"""
 
 import ctypes
 import hashlib
@@ -42,11 +45,14 @@ def build_cuda_kernel(
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
         template: Sequence[tuple[str, Any]] = (),
+        init_value: int | None = None,
     ) -> list[mx.array]:
         code = _write_code(inputs, [a.dtype for a in inputs_], outputs, output_dtypes, source, header, template)
         arrays = [_expose(array, strided) for array in inputs_]
         outs = list(zip(output_shapes, output_dtypes, strict=True))
-        results = [np.full(int(np.prod(shape)) * dtype.size, 0xFF, np.uint8) for shape, dtype in outs]
+        assert init_value in (None, 0)
+        start = 0xFF if init_value is None else 0
+        results = [np.full(int(np.prod(shape)) * dtype.size, start, np.uint8) for shape, dtype in outs]
         pointers = (ctypes.c_void_p * (len(arrays) + len(results)))(*(a.ctypes.data for a in (*arrays, *results)))
         shapes, strides = np.zeros((len(arrays), 8), np.int32), np.zeros((len(arrays), 8), np.int64)
         for index, array in enumerate(arrays):
@@ -106,7 +112,8 @@ def _write_code(
             'extern "C" __attribute__((visibility("default")))',
             "bool run(void** pointers, const Shape* shapes, const Strides* strides, const int* ndims, const int* grid,",
             "         const int* block) {",
-            f"  return fibers::run_grid(grid, block, [&] {{ kernel({', '.join(arguments)}); }});",
+            f"  const bool together = {str('atomicAdd(' in source).lower()};",
+            f"  return fibers::run_grid(grid, block, together, [&] {{ kernel({', '.join(arguments)}); }});",
             "}",
         ]
     )
@@ -130,6 +137,7 @@ def _compile(name: str, code: str) -> Any:
             "-fPIC",
             "-fvisibility=hidden",
             "-fno-strict-aliasing",
+            "-pthread",
             f"-I{_SHIM.parent}",
         ]
         subprocess.run([*command, str(path), "-o", str(library)], check=True, capture_output=True, text=True)

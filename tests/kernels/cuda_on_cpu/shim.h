@@ -1,19 +1,22 @@
-// CUDA's names for kernel bodies that run on the CPU: a block's threads are fibers that take turns.
+// CUDA's names for kernel bodies that run on the CPU: a block's threads are fibers that take turns, and blocks that
+// wait for each other are threads.
 #pragma once
 #include <ucontext.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #define __device__
 #define __grid_constant__
-#define __shared__ static  // one block at a time
+#define __shared__ static thread_local  // a thread runs one block at a time
 using std::isnan, std::max, std::min;
 
 struct dim3 { int x = 1, y = 1, z = 1; };
@@ -47,13 +50,18 @@ struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {static_cast<float>(v.x), static_cast<float>(v.y)}; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline int __float_as_int(float value) {
+  int bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
 inline float __int_as_float(unsigned bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
 
-inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+inline thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace fibers {
 enum class Wait { none, block, warp, done };
@@ -64,12 +72,12 @@ struct Fiber {
   int thread = 0;
   unsigned exchanges = 0;
 };
-inline std::vector<Fiber> all;
-inline Fiber* current;
-inline ucontext_t scheduler;
-inline std::function<void()> body;
+inline thread_local std::vector<Fiber> all;
+inline thread_local Fiber* current;
+inline thread_local ucontext_t scheduler;
+inline thread_local std::function<void()> body;
 struct alignas(16) Slot { char bytes[64]; };
-inline std::vector<Slot> slots[2];  // two sets: a lane may be one exchange ahead of another
+inline thread_local std::vector<Slot> slots[2];  // two sets: a lane may be one exchange ahead of another
 
 inline void pause(Wait why) {
   current->wait = why;
@@ -117,29 +125,37 @@ inline bool run_block() {
     if (!moved) return false;
   }
 }
-inline bool run_grid(const int* grid, const int* block, std::function<void()> kernel) {
+inline bool run_one(dim3 at, const int* grid, const int* block, const std::function<void()>& kernel) {
   constexpr size_t stack = 65536;
-  body = std::move(kernel);
+  body = kernel;
+  blockIdx = at;
   blockDim = {block[0], block[1], block[2]};
   gridDim = {grid[0], grid[1], grid[2]};
   for (auto& set : slots) set.assign(block[0], Slot{});
+  all = std::vector<Fiber>(block[0]);
+  for (int i = 0; i < block[0]; ++i) {
+    all[i].thread = i;
+    all[i].stack = std::make_unique<char[]>(stack);
+    getcontext(&all[i].context);
+    all[i].context.uc_stack.ss_sp = all[i].stack.get();
+    all[i].context.uc_stack.ss_size = stack;
+    all[i].context.uc_link = nullptr;
+    makecontext(&all[i].context, enter, 0);
+  }
+  return run_block();
+}
+inline bool run_grid(const int* grid, const int* block, bool together, std::function<void()> kernel) {
+  std::atomic<bool> fine = true;
+  std::vector<std::thread> threads;
   for (int z = 0; z < grid[2]; ++z)
     for (int y = 0; y < grid[1]; ++y)
       for (int x = 0; x < grid[0]; ++x) {
-        blockIdx = {x, y, z};
-        all = std::vector<Fiber>(block[0]);
-        for (int i = 0; i < block[0]; ++i) {
-          all[i].thread = i;
-          all[i].stack = std::make_unique<char[]>(stack);
-          getcontext(&all[i].context);
-          all[i].context.uc_stack.ss_sp = all[i].stack.get();
-          all[i].context.uc_stack.ss_size = stack;
-          all[i].context.uc_link = nullptr;
-          makecontext(&all[i].context, enter, 0);
-        }
-        if (!run_block()) return false;
+        auto run = [&, at = dim3{x, y, z}] { if (!run_one(at, grid, block, kernel)) fine = false; };
+        if (together) threads.emplace_back(run);
+        else run();
       }
-  return true;
+  for (auto& thread : threads) thread.join();
+  return fine;
 }
 // What every lane of the warp gives, by lane.
 template <typename T>
@@ -157,6 +173,9 @@ std::array<T, 32> exchange(const T& own) {
 }
 }  // namespace fibers
 
+inline unsigned atomicAdd(unsigned* at, unsigned value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __nanosleep(unsigned) { std::this_thread::yield(); }
 inline void __syncthreads() { fibers::pause(fibers::Wait::block); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int offset) {
