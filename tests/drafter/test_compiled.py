@@ -43,11 +43,11 @@ def scores_by_path(tree):
     return dict(zip(paths, tree.log_probs.tolist(), strict=True))
 
 
-def assert_same_tree(a, b, tolerance=1e-4):
+def assert_same_tree(a, b):
     """The same paths with the same scores; siblings whose scores differ by rounding may swap places."""
     a, b = scores_by_path(a), scores_by_path(b)
     assert a.keys() == b.keys()
-    assert max(abs(a[path] - b[path]) for path in a) < tolerance
+    assert max(abs(a[path] - b[path]) for path in a) < 1e-4
 
 
 @pytest.mark.parametrize("window", [8, 2048])
