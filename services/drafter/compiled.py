@@ -17,6 +17,7 @@ from kernels.tree_attention import prefix_tree_attention, rotary_tree_attention
 from services.drafter import growth
 from services.drafter.family import TraceableDraftModel
 from services.drafter.session import DraftSession
+from services.drafter.whole import WholeRounds
 from services.speculation.growth import Budget, Candidates, rerank
 from services.speculation.messages import Features
 from services.speculation.trees import DraftTree, IntArray
@@ -42,13 +43,29 @@ class CompiledDrafting:
         self._model = model
         self._reads: dict[np.dtype[Any], Callable[..., Any]] = {}  # by type of the features
         self._growths: dict[int, _Growth] = {}  # by top_k
+        self._whole = WholeRounds(model)
 
     def observe(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
-        """As ``family.DraftModel.observe``."""
+        """As ``family.DraftModel.observe``. A round's rows may be left for the growth that follows."""
+        self._catch_up(session)
         count = len(tokens)
         if not session.length or not 0 < count <= ROUND_ROWS:
             return self._model.observe(session, tokens, features)
         self._model.check_features(session, tokens, features)
+        if self._model.draft_layer is None:
+            return self._read_round(session, tokens, features)
+        session.deferred = tokens, features
+        session.length = features.base + count
+        return None
+
+    def _catch_up(self, session: DraftSession) -> None:
+        """Read what was left."""
+        if session.deferred:
+            rows, session.deferred = session.deferred, None
+            self._read_round(session, *rows)
+
+    def _read_round(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
+        count = len(tokens)
         session.length = features.base
         session.kv.reserve(ROUND_ROWS)
         taps = np.stack([features.rows[tap] for tap in self._model.info.taps])
@@ -66,7 +83,6 @@ class CompiledDrafting:
         # Not what ``keep`` leaves: it may drop rows, of which the device has not been told.
         session.told = (start + count, dropped, window), place
         session.keep(count, last)
-        return None
 
     def _read_rows(
         self, dtype: mx.Dtype, packed: mx.array, arrays: list[mx.array]
@@ -85,7 +101,11 @@ class CompiledDrafting:
     def grow(self, session: DraftSession, root_token: int, budget: Budget) -> DraftTree:
         """As ``growth.grow``, which runs the budgets with a stop rule: they read scores back at every depth."""
         if session.last is None or budget.max_depth < 1 or budget.max_nodes < 2 or budget.min_log_prob > -np.inf:
+            self._catch_up(session)
             return growth.grow(self._model, session, root_token, budget)
+        if self._whole.takes(budget):
+            return rerank(root_token, self._whole.run(session, budget), budget)
+        self._catch_up(session)
         traced = self._growths.get(budget.top_k)
         if traced is None or traced.depth < budget.max_depth:
             traced = self._growths[budget.top_k] = _Growth(self._model, budget)
@@ -114,36 +134,18 @@ class _Growth:
         # What the rows of this round were told is on the device already.
         place = session.told[1] if session.told and session.told[0] == here else mx.array([*here, -1])
         flat = np.array(self._propose(last, place, session.kv.arrays()))
-        if flat[-1]:
-            raise RuntimeError("the blocks of a growth did not run at the same time")
-        sizes = [rows * columns for rows, columns in self._shapes]
-        total = sum(sizes)
-        ends = np.cumsum(sizes)[:-1]
-        log_probs = np.split(flat[:total].view(np.float32), ends)
-        tokens = np.split(flat[total : 2 * total], ends)
-        picks = np.split(flat[2 * total : -1], np.cumsum([rows for rows, _ in self._shapes[1:]])[:-1])
-        levels = [
-            (values.reshape(shape), ids.reshape(shape))
-            for values, ids, shape in zip(log_probs, tokens, self._shapes, strict=True)
-        ]
-        return growth.collect(levels, picks if len(levels) > 1 else [])
+        return growth.collect(*growth.unpack(flat, self._shapes))
 
     def _trace(self, last: mx.array, place: mx.array, arrays: list[mx.array]) -> mx.array:
-        """As ``kernels.tree_growth.grow_tree``: log-probabilities, tokens, picks, and whether it failed.
+        """Log-probabilities (their bits), tokens and picks of all depths, one after the other, as int32.
 
         ``place`` [4]: the session's place before its newest rows, and the index of the newest.
         """
-        depth, top_k = self._budget.max_depth, self._budget.top_k
-        grown = self._model.grow_at_once(last, place, arrays, depth, top_k)
-        if grown is not None:
-            self._shapes = [(1, top_k), *[(top_k, top_k)] * (depth - 1)]
-            return grown
         slots = Slots(place[:1] + place[3:4] + 1, place[1:2], place[2:3], arrays[0].shape[2])
-        tree = _FixedTree(list(arrays), slots, depth)
-        levels, picks = growth.propose(self._model, tree, last, self._budget, lambda *_: top_k)
+        tree = _FixedTree(list(arrays), slots, self._budget.max_depth)
+        levels, picks = growth.propose(self._model, tree, last, self._budget, lambda *_: self._budget.top_k)
         self._shapes = [(ids.shape[0], ids.shape[1]) for _, ids in levels]
-        worked = mx.array([0])
-        return pack_words([*(values for values, _ in levels), *(ids for _, ids in levels), *picks, worked])
+        return pack_words([*(values for values, _ in levels), *(ids for _, ids in levels), *picks])
 
 
 def _place(session: DraftSession) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from kernels.draft_round import DraftLayer
 from services.drafter.session import DraftSession, Rows
 from services.speculation.messages import DrafterInfo, Features
 from services.speculation.trees import IntArray
@@ -57,7 +58,13 @@ class DraftModel(Protocol):
 
 
 class TraceableDraftModel(DraftModel, Protocol):
-    """A drafter whose steps are pure functions of arrays, so that ``compiled`` can run them at fixed shapes."""
+    """A drafter whose steps are pure functions of arrays, so that ``compiled`` can run them at fixed shapes.
+
+    Attributes:
+        draft_layer: The whole drafter as one kernel takes it, or None: ``whole`` then does without.
+    """
+
+    draft_layer: DraftLayer | None
 
     def check_features(self, session: DraftSession, tokens: IntArray, features: Features) -> None:
         """Raises AerieError: FEATURE_GAP or INVALID_ARGUMENT."""
@@ -67,18 +74,6 @@ class TraceableDraftModel(DraftModel, Protocol):
         """True rows: tokens [n] and features [n, hidden] by tap -> the states [n, hidden] that they hand on."""
         ...
 
-    def grow_at_once(
-        self, last: mx.array, place: mx.array, arrays: Sequence[mx.array], depth: int, top_k: int
-    ) -> mx.array | None:
-        """Every depth of a growth in one launch, where the device and the drafter allow it; else None.
-
-        Args:
-            last: [1, hidden], the state that predicts the root's children.
-            place: [4] int32, as in ``compiled``.
-            arrays: The session's cache.
-            depth, top_k: Of the tree; each depth but the last expands ``top_k`` nodes.
-
-        Returns:
-            As ``kernels.tree_growth.grow_tree``.
-        """
+    def rotations(self, count: int) -> mx.array:
+        """``rotation_table`` of the first ``count`` positions [count, d], when there is a ``draft_layer``."""
         ...

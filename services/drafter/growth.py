@@ -6,6 +6,7 @@ until the last depth: one synchronisation a tree.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -113,3 +114,19 @@ def collect(levels: Sequence[tuple[Values, Values]], picks: Sequence[Values]) ->
             frontier = base + np.array(picks[index], np.int64)
         base += values.size
     return Candidates(np.concatenate(tokens).astype(np.int64), np.concatenate(parents), np.concatenate(log_probs))
+
+
+def unpack(flat: NDArray[np.int32], shapes: Sequence[tuple[int, int]]) -> tuple[list[Any], list[NDArray[np.int32]]]:
+    """Levels and picks from one array: bits of all log-probabilities, tokens, picks of all depths but the last.
+
+    Args:
+        flat: Of exactly that size.
+        shapes: Of each depth's children.
+    """
+    ends = list(accumulate(rows * columns for rows, columns in shapes))
+    log_probs = np.split(flat[: ends[-1]].view(np.float32), ends[:-1])
+    tokens = np.split(flat[ends[-1] : 2 * ends[-1]], ends[:-1])
+    levels = [(a.reshape(shape), b.reshape(shape)) for a, b, shape in zip(log_probs, tokens, shapes, strict=True)]
+    counts = [rows for rows, _ in shapes[1:]]
+    picks = np.split(flat[2 * ends[-1] :], list(accumulate(counts))[:-1]) if counts else []
+    return levels, picks

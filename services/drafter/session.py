@@ -11,6 +11,7 @@ import numpy as np
 
 from kernels.tree_attention import tree_attention
 from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import Features
 from services.speculation.trees import BoolArray, IntArray
 from services.speculation.window import SINK_ROWS, WINDOW
 from services.targets.kv_rows import KVRows
@@ -61,6 +62,7 @@ class DraftSession:
         kept: [rows] absolute position of each kept row.
         length: Rows observed; row i is (features at i, token at i + 1). The next row has this position.
         last: Hidden state [1, hidden] that the last observed row hands on, or None.
+        deferred: Tokens and features of the newest observed rows, when they are not read before the next growth.
         told: What a compiled drafter told the device last, and the place in the session that it stands for.
     """
 
@@ -69,6 +71,7 @@ class DraftSession:
     kept: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     length: int = 0
     last: mx.array | None = None
+    deferred: tuple[IntArray, Features] | None = None
     told: tuple[tuple[int, int, int], mx.array] | None = None
 
     def check_base(self, base: int) -> None:

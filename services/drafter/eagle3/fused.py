@@ -1,11 +1,11 @@
-"""A drafter's layer in seven launches, and its whole growth in one: on CUDA launching costs more than running."""
+"""A drafter's layer in seven launches, and its whole round in one: on CUDA launching costs more than running."""
 
 from typing import Any
 
 import mlx.core as mx
 
+from kernels.draft_round import DraftLayer
 from kernels.fused_linear import Weight, linear_add, norm_linear, norm_linear_add, norm_swiglu
-from kernels.tree_growth import GrowthLayer
 from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.session import Rows
 from services.targets.seams import swap_call
@@ -34,16 +34,18 @@ def split_joint(layer: Any) -> tuple[mx.array, mx.array]:
     return halves
 
 
-def make_growth_layer(
+def make_draft_layer(
     spec: Eagle3Spec, network: Any, embedding: mx.array, head: mx.array, labels: mx.array
-) -> GrowthLayer | None:
-    """The drafter for ``kernels.tree_growth``, or None for one with more layers or other parts."""
+) -> DraftLayer | None:
+    """The drafter for ``kernels.draft_round``, or None for one with more layers or other parts."""
     layer = network.layers[0]
-    if spec.layers > 1 or spec.recycle_post_norm or not _is_plain(layer):
+    other_parts = "bias" in network.fc or "input_norm" in network or "fc_norm" in network
+    if spec.layers > 1 or spec.recycle_post_norm or other_parts or not _is_plain(layer):
         return None
     by_embedding, by_state = split_joint(layer)
-    return GrowthLayer(
+    return DraftLayer(
         embedding=embedding,
+        fuse=network.fc.weight,
         by_embedding=by_embedding,
         by_state=by_state,
         output=layer.self_attn.o_proj.weight,

@@ -12,20 +12,19 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from kernels._cuda import on_cuda
+from kernels.draft_round import DraftLayer
 from kernels.fused_linear import Weight, linear, norm_linear
 from kernels.top_k import top_log_probs
-from kernels.tree_growth import GrowthLayer, can_grow, grow_tree
 from services.drafter.eagle3.config import Eagle3Spec
-from services.drafter.eagle3.fused import make_growth_layer, swap_first_layer
+from services.drafter.eagle3.fused import make_draft_layer, swap_first_layer
 from services.drafter.eagle3.weights import Eagle3Checkpoint
 from services.drafter.family import Frontier, TreeSession
 from services.drafter.session import DraftSession, Rows
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import DrafterInfo, Features
 from services.speculation.trees import IntArray
-from services.speculation.window import SINK_ROWS, WINDOW
+from services.speculation.window import WINDOW
 from services.targets import cpu, cuda, seams
-from services.targets.compiled import count_up
 from services.targets.features import to_mlx
 from services.targets.kv_rows import KVRows, round_to_doubles
 
@@ -193,12 +192,12 @@ class Eagle3Drafter:
         self._embedding, self._head = self._embedding.astype(self._dtype), self._head.astype(self._dtype)
         self._target_ids = mx.array(checkpoint.draft_to_target).astype(mx.int32)
         mx.eval(self._network.parameters(), self._embedding, self._head, self._target_ids)
-        self._growth_layer: GrowthLayer | None = None
+        self.draft_layer: DraftLayer | None = None
         if on_cuda():
             cuda.swap_linears(self._network)
             swap_first_layer(self._network.layers[0])
             parts = self._embedding, self._head, self._target_ids
-            self._growth_layer = make_growth_layer(spec, self._network, *parts)
+            self.draft_layer = make_draft_layer(spec, self._network, *parts)
         assert spec.taps is not None
         self.info = DrafterInfo(name, "eagle3", spec.taps, checkpoint.target_fingerprint, checkpoint.parameters)
 
@@ -248,17 +247,10 @@ class Eagle3Drafter:
             logits = logits * self._spec.logit_scale
         return top_log_probs(logits, min(k, self._spec.draft_vocab_size), self._target_ids)
 
-    def grow_at_once(
-        self, last: mx.array, place: mx.array, arrays: Sequence[mx.array], depth: int, top_k: int
-    ) -> mx.array | None:
+    def rotations(self, count: int) -> mx.array:
         """See ``family.TraceableDraftModel``."""
-        layer = self._growth_layer
-        if layer is None or not can_grow(layer, depth, top_k):
-            return None
-        positions = place[:1] + place[3:4] + 1 + place[1:2] + count_up(depth)
-        rotations = seams.rotation_table(self._network.layers[0].self_attn._rope, positions, self._spec.head_dim)
-        keys, values = arrays
-        return grow_tree(layer, last, place, (keys, values), rotations, depth, top_k, SINK_ROWS)
+        rope = self._network.layers[0].self_attn._rope
+        return seams.rotation_table(rope, mx.arange(count), self._spec.head_dim)
 
     def _embed(self, tokens: mx.array) -> mx.array:
         return self._embedding[tokens]

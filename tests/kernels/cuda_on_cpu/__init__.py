@@ -24,6 +24,7 @@ _TYPES = {
     mx.bfloat16: "__nv_bfloat16",
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
+    mx.int64: "int64_t",
     mx.bool_: "bool",
 }
 _folder = tempfile.TemporaryDirectory(prefix="aerie-cuda-")
