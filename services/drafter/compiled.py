@@ -124,7 +124,7 @@ class _Growth:
     def __init__(self, model: TraceableDraftModel, budget: Budget) -> None:
         self.depth = budget.max_depth
         self._model, self._budget = model, budget
-        self._shapes: list[tuple[int, int]] = []  # of each depth's children; known once traced
+        self._shapes: tuple[tuple[int, int], ...] = ()  # of each depth's children; known once traced
         self._propose = mx.compile(self._trace)
 
     def run(self, session: DraftSession, last: mx.array) -> Candidates:
@@ -134,7 +134,7 @@ class _Growth:
         # What the rows of this round were told is on the device already.
         place = session.told[1] if session.told and session.told[0] == here else mx.array([*here, -1])
         flat = np.array(self._propose(last, place, session.kv.arrays()))
-        return growth.collect(*growth.unpack(flat, self._shapes))
+        return growth.unpack(flat, self._shapes)
 
     def _trace(self, last: mx.array, place: mx.array, arrays: list[mx.array]) -> mx.array:
         """Log-probabilities (their bits), tokens and picks of all depths, one after the other, as int32.
@@ -144,7 +144,7 @@ class _Growth:
         slots = Slots(place[:1] + place[3:4] + 1, place[1:2], place[2:3], arrays[0].shape[2])
         tree = _FixedTree(list(arrays), slots, self._budget.max_depth)
         levels, picks = growth.propose(self._model, tree, last, self._budget, lambda *_: self._budget.top_k)
-        self._shapes = [(ids.shape[0], ids.shape[1]) for _, ids in levels]
+        self._shapes = tuple((ids.shape[0], ids.shape[1]) for _, ids in levels)
         return pack_words([*(values for values, _ in levels), *(ids for _, ids in levels), *picks])
 
 

@@ -4,10 +4,8 @@ Each depth expands at most ``top_k`` frontier nodes in one forward. Without a st
 until the last depth: one synchronisation a tree.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
@@ -98,35 +96,41 @@ def _frontier_width(budget: Budget, levels: Levels, picks: Picks) -> int:
     return min(widest, int((scores[-levels[-1][0].size :] >= floor).sum()))
 
 
-Values = mx.array | NDArray[Any]
-
-
-def collect(levels: Sequence[tuple[Values, Values]], picks: Sequence[Values]) -> Candidates:
+def collect(levels: Levels, picks: Picks) -> Candidates:
     """Number all children of all expanded nodes, level by level."""
-    tokens, parents, log_probs = [], [], []
-    frontier: NDArray[np.int64] = np.array([-1])
-    base = 0
-    for index, (values, ids) in enumerate(levels):
-        tokens.append(np.array(ids).reshape(-1))
-        log_probs.append(np.array(values, np.float64).reshape(-1))
-        parents.append(np.repeat(frontier, values.shape[1]))
-        if index < len(picks):
-            frontier = base + np.array(picks[index], np.int64)
-        base += values.size
-    return Candidates(np.concatenate(tokens).astype(np.int64), np.concatenate(parents), np.concatenate(log_probs))
+    log_probs = np.concatenate([np.array(values, np.float64).reshape(-1) for values, _ in levels])
+    tokens = np.concatenate([np.array(ids).reshape(-1) for _, ids in levels])
+    flat_picks = np.concatenate([np.zeros(0, np.int32), *(np.array(pick) for pick in picks)])
+    return _number_children(log_probs, tokens, flat_picks, tuple((ids.shape[0], ids.shape[1]) for _, ids in levels))
 
 
-def unpack(flat: NDArray[np.int32], shapes: Sequence[tuple[int, int]]) -> tuple[list[Any], list[NDArray[np.int32]]]:
-    """Levels and picks from one array: bits of all log-probabilities, tokens, picks of all depths but the last.
+def unpack(words: NDArray[np.int32], shapes: tuple[tuple[int, int], ...]) -> Candidates:
+    """The candidates of a growth that came as one array.
 
     Args:
-        flat: Of exactly that size.
-        shapes: Of each depth's children.
+        words: Bits of all depths' log-probabilities (float32), their tokens, the picks of all depths but the last.
+        shapes: Of each depth's children [f, k].
     """
-    ends = list(accumulate(rows * columns for rows, columns in shapes))
-    log_probs = np.split(flat[: ends[-1]].view(np.float32), ends[:-1])
-    tokens = np.split(flat[ends[-1] : 2 * ends[-1]], ends[:-1])
-    levels = [(a.reshape(shape), b.reshape(shape)) for a, b, shape in zip(log_probs, tokens, shapes, strict=True)]
-    counts = [rows for rows, _ in shapes[1:]]
-    picks = np.split(flat[2 * ends[-1] :], list(accumulate(counts))[:-1]) if counts else []
-    return levels, picks
+    count = sum(rows * columns for rows, columns in shapes)
+    picked = sum(rows for rows, _ in shapes[1:])
+    log_probs = words[:count].view(np.float32).astype(np.float64)
+    return _number_children(log_probs, words[count : 2 * count], words[2 * count : 2 * count + picked], shapes)
+
+
+def _number_children(
+    log_probs: NDArray[np.float64],
+    tokens: NDArray[np.int32],
+    picks: NDArray[np.int32],
+    shapes: tuple[tuple[int, int], ...],
+) -> Candidates:
+    firsts, children = _layout(shapes)
+    parents = np.concatenate([np.full(shapes[0][0] * shapes[0][1], -1), np.repeat(firsts + picks, children)])
+    return Candidates(tokens.astype(np.int64), parents, log_probs)
+
+
+@cache
+def _layout(shapes: tuple[tuple[int, int], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each expanded node, in order: the first child of the depth that it is one of, and how many it has."""
+    firsts = np.cumsum([0, *(rows * columns for rows, columns in shapes)])
+    expanded, columns = [rows for rows, _ in shapes[1:]], [columns for _, columns in shapes[1:]]
+    return np.repeat(firsts[: len(expanded)], expanded), np.repeat(np.array(columns, np.int64), expanded)

@@ -77,8 +77,7 @@ class WholeRounds:
             session.deferred, session.length = None, base
             session.kv.fill(cache)
             session.keep(count, round_.newest)
-        shapes = [(1, top_k), *[(top_k, top_k)] * (depth - 1)]
-        return growth.collect(*growth.unpack(answer[:-1].copy(), shapes))
+        return growth.unpack(answer.copy(), ((1, top_k), *[(top_k, top_k)] * (depth - 1)))
 
     def _tell_features(self, told: NDArray[np.int32], features: Features | None, count: int) -> mx.Dtype:
         """Write the rows' features, tap after tap in each row."""

@@ -103,10 +103,10 @@ def score_candidates(candidates: Candidates) -> tuple[list[float], list[int]]:
     """Cumulative score and depth of each candidate; a score is -inf or NaN below a node whose own is."""
     # Python's own lists and floats: indexing NumPy arrays one by one takes several times as long.
     totals, depths = [0.0] * (len(candidates.tokens) + 1), [0] * (len(candidates.tokens) + 1)
-    parents, log_probs = candidates.parents.tolist(), candidates.log_probs.tolist()
-    for node, (parent, log_prob) in enumerate(zip(parents, log_probs, strict=True)):  # the root is the last, index -1
-        # Rounding can lift a log-probability above 0 by a bit, which would put a child before its parent.
-        totals[node] = totals[parent] + (0.0 if log_prob > 0.0 else log_prob)
+    # Rounding can lift a log-probability above 0 by a bit, which would put a child before its parent.
+    steps = np.minimum(candidates.log_probs, 0.0).tolist()
+    for node, parent in enumerate(candidates.parents.tolist()):  # the root is the last, index -1
+        totals[node] = totals[parent] + steps[node]
         depths[node] = depths[parent] + 1
     return totals[:-1], depths[:-1]
 
@@ -117,36 +117,36 @@ def rerank(root_token: int, candidates: Candidates, budget: Budget) -> DraftTree
     A candidate is never better than its parent (log-probabilities are at most 0), so taking the best keeps
     every chosen node's parent. Candidates with -inf or NaN anywhere on their path are dropped.
     """
-    totals, depths = score_candidates(candidates)
+    totals, all_depths = score_candidates(candidates)
     room = budget.max_nodes - 1
-    scores = np.array(totals, np.float64)
-    usable = np.isfinite(scores) & (scores >= budget.min_log_prob) & (np.array(depths) <= budget.max_depth)
+    scores, depths = np.array(totals, np.float64), np.array(all_depths, np.int64)
+    usable = np.isfinite(scores) & (scores >= budget.min_log_prob) & (depths <= budget.max_depth)
     if 0 < room < usable.sum():  # what is worse than the last that fits is never chosen
         usable &= scores >= np.partition(scores[usable], -room)[-room]
-    tokens, parents = candidates.tokens.tolist(), candidates.parents.tolist()
-    children: dict[int, list[int]] = {}
-    for node in np.flatnonzero(usable).tolist():
-        children.setdefault(parents[node], []).append(node)
-    # Ranks refer to the order being built, so ties between children of different parents are settled as they appear.
-    rank = {-1: 0}
-    heap: list[tuple[float, int, int, int, int]] = []
-    chosen: list[int] = []
+    order = _in_order(np.flatnonzero(usable), candidates, scores, depths)[:room].tolist()
+    rank = {-1: 0} | {node: place for place, node in enumerate(order, 1)}
+    tokens, parents = candidates.tokens[order].tolist(), candidates.parents[order].tolist()
+    return _preorder([root_token, *tokens], [-1, *map(rank.__getitem__, parents)], [0.0, *scores[order].tolist()])
 
-    def push_children(parent: int) -> None:
-        for child in children.get(parent, ()):
-            heapq.heappush(heap, (-totals[child], depths[child], rank[parent], tokens[child], child))
 
-    push_children(-1)
-    while heap and len(chosen) < room:
-        node = heapq.heappop(heap)[-1]
-        chosen.append(node)
-        rank[node] = len(chosen)
-        push_children(node)
-    return _preorder(
-        [root_token, *(tokens[n] for n in chosen)],
-        [-1, *(rank[parents[n]] for n in chosen)],
-        [0.0, *(totals[n] for n in chosen)],
-    )
+def _in_order(
+    nodes: NDArray[np.int64], candidates: Candidates, scores: NDArray[np.float64], depths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Candidates, with the parents of each among them, sorted by the one order."""
+    tokens, parents = candidates.tokens, candidates.parents
+    order = nodes[np.lexsort((tokens[nodes], depths[nodes], -scores[nodes]))]
+    first, second = order[:-1], order[1:]
+    tied = (scores[first] == scores[second]) & (depths[first] == depths[second])
+    if not tied.any():
+        return order
+    # Of nodes that tie, the one whose parent comes first: parents have their places by then, being shallower.
+    place = np.full(len(scores) + 1, -1)  # the root's is the last, index -1
+    starts = np.flatnonzero(np.concatenate([[True], ~tied]))
+    for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+        run = order[start:stop]
+        order[start:stop] = run[np.lexsort((tokens[run], place[parents[run]]))]
+        place[order[start:stop]] = np.arange(start, stop)
+    return order
 
 
 def _preorder(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> DraftTree:
