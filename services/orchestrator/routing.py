@@ -13,7 +13,7 @@ from services.speculation.messages import TargetInfo
 # and 64.
 PRESETS = {
     "cpu": Budget(max_nodes=12, max_depth=6, top_k=3, min_log_prob=math.log(0.15)),
-    "gpu": Budget(max_nodes=48, max_depth=6, top_k=10),
+    "gpu": Budget(max_nodes=64, max_depth=8, top_k=10),
 }
 
 

@@ -64,18 +64,26 @@ def check_tree(tree: DraftTree) -> None:
 
 def node_depths(parents: IntArray) -> IntArray:
     """Depth of each node, the root's is 0. [n] -> [n]."""
-    depths = np.zeros(len(parents), np.int32)
-    for node in range(1, len(parents)):
-        depths[node] = depths[parents[node]] + 1
-    return depths
+    depths = [0] * len(parents)
+    for node, parent in enumerate(parents[1:].tolist(), 1):  # lists: NumPy's indexing takes several times as long
+        depths[node] = depths[parent] + 1
+    return np.array(depths, np.int32)
+
+
+def ancestor_bits(parents: IntArray) -> list[int]:
+    """[n] -> n numbers: bit j of number i is set when j is i or an ancestor of i."""
+    bits = [1] * len(parents)
+    for node, parent in enumerate(parents[1:].tolist(), 1):
+        bits[node] = bits[parent] | 1 << node
+    return bits
 
 
 def ancestor_mask(parents: IntArray) -> BoolArray:
     """[n] -> [n, n]: entry (i, j) is true when j is i or an ancestor of i."""
-    mask = np.eye(len(parents), dtype=np.bool_)
-    for node in range(1, len(parents)):
-        mask[node] |= mask[parents[node]]
-    return mask
+    count, size = len(parents), -(-len(parents) // 8)
+    rows = b"".join(row.to_bytes(size, "little") for row in ancestor_bits(parents))
+    packed = np.frombuffer(rows, np.uint8).reshape(count, size)
+    return np.unpackbits(packed, axis=1, count=count, bitorder="little").view(np.bool_)
 
 
 def children_of(parents: IntArray) -> list[list[int]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels.tree_attention import prefix_tree_attention, rotary_tree_attention
 from services.speculation.messages import Tap
-from services.speculation.trees import IntArray, ancestor_mask, node_depths
+from services.speculation.trees import IntArray, ancestor_bits, node_depths
 from services.targets import cuda
 from services.targets.kv_rows import KVRows
 from services.targets.ragged import SessionRows, WindowMask
@@ -82,10 +82,10 @@ def _pack(rows: SessionRows, width: int) -> IntArray:
     tokens[:count] = rows.tokens
     positions = np.full(width, rows.kv.length, np.int32)
     positions[:count] += node_depths(rows.parents)
-    ancestors = np.eye(width, -(-width // _WORD) * _WORD, dtype=np.bool_)
-    ancestors[:count, :count] = ancestor_mask(rows.parents)
-    words = np.packbits(ancestors, axis=1, bitorder="little").view(np.int32)
-    return np.concatenate([tokens, positions, np.array([rows.kv.length], np.int32), words.reshape(-1)])
+    bits = ancestor_bits(rows.parents) + [1 << row for row in range(count, width)]
+    size = -(-width // _WORD) * _WORD // 8
+    words = np.frombuffer(b"".join(row.to_bytes(size, "little") for row in bits), np.int32)
+    return np.concatenate([tokens, positions, np.array([rows.kv.length], np.int32), words])
 
 
 def _unpack(packed: mx.array, width: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:

@@ -1,4 +1,4 @@
-"""A drafter's round in one launch: the CUDA source, run on the CPU, against the same drafter step by step in float32."""
+"""A drafter's round in one launch: the CUDA source, on the CPU, against the same drafter step by step in float32."""
 
 from dataclasses import replace
 from functools import partial
