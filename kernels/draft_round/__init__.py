@@ -4,9 +4,19 @@ import mlx.core as mx
 
 from kernels._cuda import count_multiprocessors, on_cuda
 from kernels.draft_round import cuda
-from kernels.draft_round.cuda import MOST_ROWS, TOLD, DraftLayer, Round, count_answer
+from kernels.draft_round.cuda import MOST_DEPTH, MOST_ROWS, MOST_WIDTH, TOLD, DraftLayer, Round, count_answer
 
-__all__ = ["MOST_ROWS", "TOLD", "DraftLayer", "Round", "can_run", "count_answer", "run_round"]
+__all__ = [
+    "MOST_DEPTH",
+    "MOST_ROWS",
+    "MOST_WIDTH",
+    "TOLD",
+    "DraftLayer",
+    "Round",
+    "can_run",
+    "count_answer",
+    "run_round",
+]
 
 
 def can_run(layer: DraftLayer, depth: int, width: int) -> bool:
@@ -21,10 +31,9 @@ def run_round(
     last: mx.array,
     cache: tuple[mx.array, mx.array],
     rotations: mx.array,
-    depth: int,
     width: int,
     sinks: int,
 ) -> Round:
     """See ``kernels.draft_round.cuda.run_round``."""
     blocks = count_multiprocessors()
-    return cuda.run_round(layer, mailbox, feature_dtype, last, cache, rotations, depth, width, sinks, blocks)
+    return cuda.run_round(layer, mailbox, feature_dtype, last, cache, rotations, width, sinks, blocks)

@@ -1,4 +1,7 @@
-"""Part of a round's kernel: the best children of each state, and which of them the next depth expands."""
+"""Part of a round's kernel: the best children of each state, and which of them the next depth expands.
+
+Runs within ``source``'s loop over levels, and uses what that declares.
+"""
 
 CHOOSE = """    if (level >= 0) {
       // The head: of each state's logits a block keeps the best of its columns, and their sum of exponentials.
@@ -88,12 +91,12 @@ CHOOSE = """    if (level >= 0) {
           const float log_prob = values[entry] - energy[0];
           const int child = base + row * WIDTH + rank;
           answer[child] = grown[child] = __float_as_int(log_prob);
-          answer[CHILDREN + child] = grown[CHILDREN + child] = labels[ids[entry]];
+          answer[children + child] = grown[children + child] = labels[ids[entry]];
         }
         __syncthreads();
       }
       if (!meet()) return;
-      if (level == DEPTH - 1) break;
+      if (level == depths - 1) break;
 
       // The frontier, in every block: see kernels.frontier.
       for (int child = threadIdx.x; child < count * WIDTH; child += THREADS) {
@@ -111,9 +114,9 @@ CHOOSE = """    if (level >= 0) {
         }
         if (rank >= WIDTH) continue;
         all_parents[level * WIDTH + rank] = child / WIDTH;
-        tokens[rank] = grown[CHILDREN + base + child];
+        tokens[rank] = grown[children + base + child];
         scores[rank] = totals[child];
-        if (blockIdx.x == 0) answer[2 * CHILDREN + level * WIDTH + rank] = child;
+        if (blockIdx.x == 0) answer[2 * children + level * WIDTH + rank] = child;
       }
       __syncthreads();
 

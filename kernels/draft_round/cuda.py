@@ -15,11 +15,11 @@ from kernels.draft_round.source import SOURCE
 
 _THREADS, _WARPS = 384, 12
 _HEAD_TILES = 4
-MOST_ROWS = 8
+MOST_ROWS = 16
 """New rows that a round can read."""
-TOLD = 4 + MOST_ROWS
+TOLD = 8 + MOST_ROWS
 """Words before the features in what the host tells: see ``run_round``."""
-_MOST_WIDTH, _MOST_DEPTH = 16, 16
+MOST_WIDTH, MOST_DEPTH = 16, 16
 _SHARED_BYTES = 46 * 1024
 _PATIENCE = 1 << 22
 """Looks at the counter before a block gives up: seconds."""
@@ -109,14 +109,14 @@ def supports(layer: DraftLayer, depth: int, width: int, blocks: int) -> bool:
     (hidden, features), queries, vocab = layer.fuse.shape, layer.output.shape[1], layer.head.shape[0]
     columns = -(-vocab // (16 * blocks * _HEAD_TILES)) * _HEAD_TILES * 16
     rows = -(-max(width, MOST_ROWS) // 8) * 8
-    shared = _WARPS * (2 * rows * 17 + 16) + width * (columns + width + 1 + depth) + rows + 16
+    shared = _WARPS * (2 * rows * 17 + 16) + width * (columns + width + 1 + MOST_DEPTH) + rows + MOST_ROWS + 8
     return (
         layer.embedding.dtype in (mx.float16, mx.bfloat16)
         and layer.head_dim in (32, 64, 128)
         and not any(size % 32 for size in (hidden, features, queries, layer.gate.shape[0]))
         and not any(size % 16 for size in (layer.by_embedding.shape[0], vocab))
-        and 0 < width <= min(_MOST_WIDTH, vocab)
-        and 0 < depth <= _MOST_DEPTH
+        and 0 < width <= min(MOST_WIDTH, vocab)
+        and 0 < depth <= MOST_DEPTH
         and 4 * shared <= _SHARED_BYTES
     )
 
@@ -133,7 +133,6 @@ def run_round(
     last: mx.array,
     cache: tuple[mx.array, mx.array],
     rotations: mx.array,
-    depth: int,
     width: int,
     sinks: int,
     blocks: int,
@@ -141,8 +140,8 @@ def run_round(
     """Read the newest rows, then expand the ``width`` best nodes of every depth but the last.
 
     As ``read`` and ``services.drafter.growth.propose`` do with the same drafter. The host tells, in memory that the
-    device reads: rows in the cache (at least one), rows dropped from it, the window, the number of new rows,
-    MOST_ROWS tokens (TOLD words so far), then the new rows' features [new, taps Ht]. The device answers
+    device reads: rows in the cache (at least one), rows dropped from it, the window, the number of new rows and the
+    depth, as TOLD - MOST_ROWS words, MOST_ROWS tokens, then the new rows' features [new, taps Ht]. The device answers
     ``count_answer`` words: bits of all children's log-probabilities, depth by depth, their tokens, the picks of each
     depth but the last, and 0; that last word stays as it was when blocks waited in vain for each other.
 
@@ -153,16 +152,16 @@ def run_round(
         last: [1, H], the state that predicts the root's children; not read when there are new rows.
         cache: Keys and values [1, kv_heads, capacity, d] of the true rows.
         rotations: [positions, d] float32, ``rotation_table`` of 0, 1, ..., beyond the deepest row's position.
-        depth, width: Of the tree.
+        width: Of the tree. Every other size that changes from round to round is told: each would be a build.
         sinks: First positions, which every row sees.
         blocks: At most what the GPU runs at the same time.
     """
     (hidden, features), inner, head_dim = layer.fuse.shape, layer.gate.shape[0], layer.head_dim
     queries, joint, kv_heads = layer.output.shape[1], layer.by_embedding.shape[0], layer.kv_heads
     held = 2 * kv_heads * MOST_ROWS * head_dim
-    halves = hidden + held + width * (queries + hidden + inner + (depth - 1) * hidden) + MOST_ROWS * (features + hidden)
-    words = 32 + halves // 2 + (MOST_ROWS + (depth - 1) * width) * joint + max(width, MOST_ROWS) + 8
-    words += 2 * width * blocks * (width + 1) + count_answer(depth, width)
+    halves = held + width * (queries + hidden + inner + MOST_DEPTH * hidden) + MOST_ROWS * (features + hidden)
+    words = 32 + halves // 2 + (MOST_ROWS + MOST_DEPTH * width) * joint + max(width, MOST_ROWS) + 8
+    words += 2 * width * blocks * (width + 1) + count_answer(MOST_DEPTH, width)
     literals = {
         "ATTENTION_SCALE": write_float(layer.attention_scale),
         "SCALE": write_float(layer.logit_scale),
@@ -171,9 +170,9 @@ def run_round(
     source = SOURCE
     for name, value in literals.items():
         source = source.replace(name, value)
-    kernel = build_cuda_kernel("draft_round", _INPUTS, ("scratch",), source, HEADER)
+    kernel = build_cuda_kernel("draft_round", _INPUTS, ("newest", "scratch"), source, HEADER)
     arrays = [getattr(layer, name.removesuffix("_weight")) for name in _ARRAYS]
-    (scratch,) = kernel(
+    newest, scratch = kernel(
         inputs=[mailbox, last, *cache, rotations, *arrays],
         template=[
             ("T", layer.embedding.dtype),
@@ -186,7 +185,8 @@ def run_round(
             ("INNER", inner),
             ("VOCAB", layer.head.shape[0]),
             ("NEW", MOST_ROWS),
-            ("DEPTH", depth),
+            ("TOLD", TOLD),
+            ("MOST_DEPTH", MOST_DEPTH),
             ("WIDTH", width),
             ("SINKS", sinks),
             ("BLOCKS", blocks),
@@ -198,10 +198,10 @@ def run_round(
         ],
         grid=(blocks * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(words,)],
-        output_dtypes=[mx.float32],
+        # What a session keeps is an array of its own: a slice would keep all the scratch alive.
+        output_shapes=[(1, hidden), (words,)],
+        output_dtypes=[layer.embedding.dtype, mx.float32],
         init_value=0,
     )
-    kept = scratch[32 : 32 + (hidden + held) // 2].view(layer.embedding.dtype)
-    rows = kept[hidden:].reshape(2, 1, kv_heads, MOST_ROWS, head_dim)
-    return Round(kept[:hidden][None], (rows[0], rows[1]), scratch[4 : 5 + MOST_ROWS].view(mx.int32))
+    rows = scratch[32 : 32 + held // 2].view(layer.embedding.dtype).reshape(2, 1, kv_heads, MOST_ROWS, head_dim)
+    return Round(newest, (rows[0], rows[1]), scratch[4 : 5 + MOST_ROWS].view(mx.int32))

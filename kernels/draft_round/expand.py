@@ -1,4 +1,7 @@
-"""Part of a round's kernel: the decoder layer, over new rows or the nodes of a depth."""
+"""Part of a round's kernel: the decoder layer, over new rows or the nodes of a depth.
+
+Runs within ``source``'s loop over levels, uses what that declares, and ends the loop and the kernel.
+"""
 
 EXPAND = """
     // Queries, keys and values, from the embedding by one half of the warps and from the parent's state by the other.
@@ -98,12 +101,14 @@ EXPAND = """
       // New rows up to this one, then the node's ancestors, itself last.
       const int others = fresh_rows + level + 1;
       for (int first = keeper; first - keeper < others; first += GROUPS) {
-        const int depth = max(first - fresh_rows, -1);
-        const float* own = new_joint + min(first, fresh_rows - 1) * JOINT;
-        int node = row;
-        if (depth >= 0) {
+        const int depth = first - fresh_rows;
+        const float* own = joint + (first_row + row) * JOINT;  // what is beyond looks at itself, unseen
+        if (depth < 0) {
+          own = new_joint + first * JOINT;
+        } else if (first < others) {
+          int node = row;
           for (int up = level; up > depth; --up) node = all_parents[up * WIDTH + node];
-          own = joints + (min(depth, max(level, 0)) * WIDTH + node) * JOINT;
+          own = joints + (depth * WIDTH + node) * JOINT;
         }
         const bool near = depth >= 0 || length + first < SINKS || position - length - first < window;
         const int from = min(length + first, position);
@@ -180,5 +185,5 @@ EXPAND = """
     }
     if (!meet()) return;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) answer[GROWN] = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) answer[2 * children + (depths - 1) * WIDTH] = 0;
 """

@@ -9,7 +9,6 @@ _SETUP = """
   constexpr int SPLIT = WARPS / HEAD_TILES;  // warps of one of the head's tiles
   constexpr int PASSES = (VOCAB / 16 + BLOCKS * HEAD_TILES - 1) / (BLOCKS * HEAD_TILES);
   constexpr int COLUMNS = PASSES * HEAD_TILES * 16, LISTS = WIDTH < BLOCKS ? WIDTH : BLOCKS;
-  constexpr int CHILDREN = WIDTH + (DEPTH - 1) * WIDTH * WIDTH, GROWN = 2 * CHILDREN + (DEPTH - 1) * WIDTH;
   const float lowest = __int_as_float(0xff800000);  // minus infinity
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4;
 
@@ -19,29 +18,28 @@ _SETUP = """
   // What blocks tell each other, and what is handed on.
   unsigned* counter = reinterpret_cast<unsigned*>(scratch);
   int* commit = reinterpret_cast<int*>(scratch + 4);       // [1 + NEW]: where new rows go, then their order
-  T* newest = reinterpret_cast<T*>(scratch + 32);          // [H]: what the newest row hands on
-  T* fresh = newest + H;                                   // [2, KV_HEADS, NEW, D]: keys and values of the new rows
+  T* fresh = reinterpret_cast<T*>(scratch + 32);           // [2, KV_HEADS, NEW, D]: keys and values of the new rows
   T* attended = fresh + 2 * KV_HEADS * NEW * D;            // [WIDTH, QUERIES]
   T* middle = attended + WIDTH * QUERIES;                  // [WIDTH, H]
   T* inner = middle + WIDTH * H;                           // [WIDTH, INNER]
-  T* handed_on = inner + WIDTH * INNER;                    // [DEPTH - 1, WIDTH, H]
-  T* taken = handed_on + (DEPTH - 1) * WIDTH * H;          // [NEW, FEATURES]
+  T* handed_on = inner + WIDTH * INNER;                    // [MOST_DEPTH, WIDTH, H]
+  T* taken = handed_on + MOST_DEPTH * WIDTH * H;          // [NEW, FEATURES]
   T* fused = taken + NEW * FEATURES;                       // [NEW, H]
   float* new_joint = reinterpret_cast<float*>(fused + NEW * H);  // [NEW, JOINT]: queries, keys, values
-  float* joints = new_joint + NEW * JOINT;                 // [DEPTH - 1, WIDTH, JOINT]
-  float* inverses = joints + (DEPTH - 1) * WIDTH * JOINT;  // [ROWS]
+  float* joints = new_joint + NEW * JOINT;                 // [MOST_DEPTH, WIDTH, JOINT]
+  float* inverses = joints + MOST_DEPTH * WIDTH * JOINT;  // [ROWS]
   float* list_values = inverses + ROWS;                    // [WIDTH, BLOCKS, WIDTH]: each block's best, best first
   int* list_ids = reinterpret_cast<int*>(list_values + WIDTH * BLOCKS * WIDTH);
   float* list_sums = reinterpret_cast<float*>(list_ids + WIDTH * BLOCKS * WIDTH);  // [WIDTH, BLOCKS, 2]
-  int* grown = reinterpret_cast<int*>(list_sums + WIDTH * BLOCKS * 2);             // [GROWN]
+  int* grown = reinterpret_cast<int*>(list_sums + WIDTH * BLOCKS * 2);             // as the answer
 
   __shared__ float partial[WARPS * 2 * ROWS * 17];
   __shared__ float energy[WARPS * 16], logits[WIDTH * COLUMNS];
   __shared__ float totals[WIDTH * WIDTH], scores[WIDTH];
-  __shared__ int tokens[ROWS], all_parents[DEPTH * WIDTH], own_rows[NEW], place[4];
-  if (threadIdx.x < 4) place[threadIdx.x] = told[threadIdx.x];
+  __shared__ int tokens[ROWS], all_parents[MOST_DEPTH * WIDTH], own_rows[NEW], place[5];
+  if (threadIdx.x < 5) place[threadIdx.x] = told[threadIdx.x];
   if (threadIdx.x < NEW) {
-    tokens[threadIdx.x] = told[4 + threadIdx.x];
+    tokens[threadIdx.x] = told[TOLD - NEW + threadIdx.x];
     own_rows[threadIdx.x] = threadIdx.x;
   }
   if (threadIdx.x < WIDTH) scores[threadIdx.x] = 0.0f;
@@ -84,10 +82,11 @@ _SETUP = """
   };
 
   __syncthreads();
-  const int start = place[0], dropped = place[1], window = place[2], fresh_rows = place[3];
+  const int start = place[0], dropped = place[1], window = place[2], fresh_rows = place[3], depths = place[4];
+  const int children = WIDTH + (depths - 1) * WIDTH * WIDTH;
   const int length = start + dropped;  // position of the first new row
   if (fresh_rows) {
-    const U* features = reinterpret_cast<const U*>(told + 4 + NEW);
+    const U* features = reinterpret_cast<const U*>(told + TOLD);
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < fresh_rows * FEATURES; i += BLOCKS * THREADS) {
       taken[i] = static_cast<T>(static_cast<float>(features[i]));
     }
@@ -108,7 +107,7 @@ _SETUP = """
   }
 
   // Level -1 reads the new rows, the others expand the depths of the tree.
-  for (int level = fresh_rows ? -1 : 0; level < DEPTH; ++level) {
+  for (int level = fresh_rows ? -1 : 0; level < depths; ++level) {
     const int count = level > 0 ? WIDTH : 1, base = level > 0 ? WIDTH + (level - 1) * WIDTH * WIDTH : 0;
     const T* states = level < 0 ? fused
         : level                 ? handed_on + (level - 1) * WIDTH * H

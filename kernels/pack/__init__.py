@@ -9,5 +9,5 @@ from kernels.pack import cuda, reference
 
 
 def pack_words(arrays: Sequence[mx.array]) -> mx.array:
-    """The bits of arrays of 4-byte values, one array after the other: [sum of sizes] int32."""
+    """The bits of arrays that fill whole words of 4 bytes, one array after the other: [words in all] int32."""
     return (cuda if on_cuda() else reference).pack_words(arrays)

@@ -61,8 +61,9 @@ class DraftSession:
         window: Rows that attention looks back at most, besides the first SINK_ROWS.
         kept: [rows] absolute position of each kept row.
         length: Rows observed; row i is (features at i, token at i + 1). The next row has this position.
-        last: Hidden state [1, hidden] that the last observed row hands on, or None.
-        deferred: Tokens and features of the newest observed rows, when they are not read before the next growth.
+        last: Hidden state [1, hidden] that the last row read hands on, or None.
+        deferred: Tokens and features of the newest observed rows while they wait for the next growth to read them:
+            ``length`` counts them, the rest does not know them yet.
         told: What a compiled drafter told the device last, and the place in the session that it stands for.
     """
 
@@ -88,6 +89,7 @@ class DraftSession:
 
     def true_rows(self, count: int) -> CachedRows:
         """The next ``count`` true rows."""
+        assert self.deferred is None
         positions = self.next_positions(count)
         mask: mx.array | str | None = None if count == 1 else "causal"
         if self.slides(positions):
@@ -97,6 +99,7 @@ class DraftSession:
 
     def tree_rows(self, depth: int, ancestors: mx.array, scratch: int) -> CachedRows:
         """Tree rows of one depth, after ``scratch`` others; ``ancestors`` [n, scratch + n] as in ``Frontier``."""
+        assert self.deferred is None
         positions = np.full(ancestors.shape[0], self.tree_position(depth), np.int32)
         prefix = mx.ones((len(positions), len(self.kept)), mx.bool_)
         if self.slides(positions):

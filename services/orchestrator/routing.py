@@ -10,7 +10,7 @@ from services.speculation.messages import TargetInfo
 
 # Presets until the cost model of a later version: on the CPU every row of a tree costs, and the stop rule drops
 # nodes that would cost more to verify than they bring; on a GPU a small target's forward costs little more for 64
-# rows than for 1, and a drafter's depth 0.05 ms.
+# rows than for 1, and a depth 0.05 ms (H200, a drafter of one plain layer: docs/results/first-flight.md).
 PRESETS = {
     "cpu": Budget(max_nodes=12, max_depth=6, top_k=3, min_log_prob=math.log(0.15)),
     "gpu": Budget(max_nodes=64, max_depth=8, top_k=10),

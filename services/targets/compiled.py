@@ -72,7 +72,7 @@ class CompiledForward:
 
 
 def _pack(rows: SessionRows, width: int) -> IntArray:
-    """Everything that a forward is told, in one array: on a GPU each array that comes from the host costs 0.1 ms.
+    """Everything that a forward is told, in one array: on a GPU each array that comes from the host costs 0.2 ms.
 
     Tokens [width], positions [width], committed rows [1], then ancestors as words of 32 bits, least first.
     """

@@ -19,15 +19,15 @@ from tests.drafter.eagle3.reference import Design
 from tests.drafter.eagle3.test_model import LLAMA3, OPTIONS, assert_same_session, build
 
 
+def traceable_top_log_probs(logits, k, labels):
+    """The CPU's top-k reads its input, which cannot be traced; a GPU takes this one."""
+    values, ids = reference.top_log_probs(logits, k)
+    return values, labels[ids]
+
+
 @pytest.fixture(autouse=True)
 def traceable_top_k(monkeypatch):
-    """The CPU's top-k reads its input, which cannot be traced; a GPU takes this one."""
-
-    def top_log_probs(logits, k, labels):
-        values, ids = reference.top_log_probs(logits, k)
-        return values, labels[ids]
-
-    monkeypatch.setattr(eagle3, "top_log_probs", top_log_probs)
+    monkeypatch.setattr(eagle3, "top_log_probs", traceable_top_log_probs)
 
 
 def rounds(length: int, seed: int = 0) -> list[tuple[int, int]]:

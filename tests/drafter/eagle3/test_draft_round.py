@@ -1,4 +1,7 @@
-"""A drafter's round in one launch: the CUDA source, on the CPU, against the same drafter step by step in float32."""
+"""Sessions whose rounds are one launch, the CUDA source run on the CPU, against the same drafter step by step.
+
+The kernel's own numbers are checked in tests/kernels/test_draft_round.py.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -9,15 +12,19 @@ import pytest
 from mlx.utils import tree_map
 
 import kernels.draft_round.cuda as cuda
-from services.drafter import growth, whole
-from services.drafter.compiled import CompiledDrafting
+from services.drafter import growth, session, whole
+from services.drafter.compiled import ROUND_ROWS, CompiledDrafting
+from services.drafter.eagle3 import model as eagle3
 from services.drafter.eagle3.fused import make_draft_layer
+from services.orchestrator.routing import PRESETS
 from services.speculation.errors import AerieError
 from services.speculation.growth import Budget
+from services.speculation.messages import Features
 from services.speculation.trees import path_to
 from tests.drafter.eagle3 import checkpoints
 from tests.drafter.eagle3.reference import Design
 from tests.drafter.eagle3.test_model import LLAMA3, build
+from tests.drafter.test_compiled import traceable_top_log_probs
 from tests.kernels import cuda_on_cpu
 
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.AVAILABLE, reason="needs g++")
@@ -84,38 +91,64 @@ def scores_of(tree):
     return dict(zip(paths, tree.log_probs.tolist(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("option", "dtype", "window"),
-    [({}, mx.float16, 2048), (EXTRAS, mx.float16, 16), (EXTRAS, mx.bfloat16, 2048)],
-    ids=["plain", "normed residual, scaled rope and logits, rows out of the window", "bfloat16"],
-)
-def test_equals_the_drafter_step_by_step(tmp_path, monkeypatch, option, dtype, window):
-    """Every child of every expanded node is in the trees. Rows stay behind in the cache from round to round."""
-    drafter, a = observed(tmp_path, Design(**SIZES | option), window)
-    b, features, tokens = drafter.new_session(), *checkpoints.random_rows(Design(**SIZES | option), 100, seed=2)
-    drafter.observe(b, *first_rows(Design(**SIZES | option)))
-    budget = Budget(BUDGET.top_k + (BUDGET.max_depth - 1) * BUDGET.top_k**2 + 1, BUDGET.max_depth, BUDGET.top_k)
-    let_kernel_run(drafter, dtype, monkeypatch)
-    compiled = CompiledDrafting(drafter)
-    # Rounding to eight bits decides close races for a last child and for the last place in a frontier.
-    share, tolerance = (0.97, 0.03) if dtype == mx.float16 else (0.85, 0.3)
-    stop = 70
-    for count in (0, 1, 8, 3):
-        start, stop = stop, stop + count
-        if count:
-            ids, rows = np.array(tokens[start:stop], np.int32), checkpoints.cut(features, start, stop)
-            drafter.observe(a, ids, rows)
-            compiled.observe(b, ids, rows)
-        expected, grown = growth.grow(drafter, a, 7, budget), compiled.grow(b, 7, budget)
-        assert len(grown) == budget.max_nodes
-        got, right = scores_of(grown), scores_of(expected)
-        common = got.keys() & right.keys()
-        assert len(common) >= share * len(right)
-        assert max(abs(got[path] - right[path]) for path in common) < tolerance
-        assert (a.length, a.kv.length, a.kept.tolist()) == (b.length, b.kv.length, b.kept.tolist())
+def assert_same_round(drafter, compiled, a, b, budget=BUDGET):
+    """``a`` step by step, ``b`` by the kernel in half precision: one tree but for close races, one session."""
+    right, got = scores_of(growth.grow(drafter, a, 7, budget)), scores_of(compiled.grow(b, 7, budget))
+    common = got.keys() & right.keys()
+    assert len(common) >= 0.9 * len(right)
+    assert max(abs(got[path] - right[path]) for path in common) < 0.03
+    assert b.deferred is None
+    assert (a.length, a.kv.length, a.kept.tolist()) == (b.length, b.kv.length, b.kept.tolist())
     for mine, theirs in zip(a.kv.arrays(), b.kv.arrays(), strict=True):
-        np.testing.assert_allclose(np.array(mine[:, :, :stop]), np.array(theirs[:, :, :stop]), atol=tolerance)
-    np.testing.assert_allclose(np.array(a.last), np.array(b.last), atol=3 * tolerance)
+        np.testing.assert_allclose(*(np.array(x[:, :, : a.kv.length]) for x in (mine, theirs)), atol=0.03)
+    np.testing.assert_allclose(np.array(a.last), np.array(b.last), atol=0.1)
+
+
+def observe_both(drafter, compiled, a, b, design, count, seed):
+    features, tokens = checkpoints.random_rows(design, count, seed)
+    rows = Features(a.length, features.rows)
+    drafter.observe(a, np.array(tokens, np.int32), rows)
+    compiled.observe(b, np.array(tokens, np.int32), rows)
+
+
+def test_rounds_leave_the_session_as_the_drafter_step_by_step_does(tmp_path, monkeypatch):
+    """No new rows, one, as many as a round can read, and rows that drop out of the window on the way."""
+    design = Design(**SIZES | EXTRAS)
+    monkeypatch.setattr(session, "_DROP_STEP", 32)
+    drafter, a = observed(tmp_path, design, window=16)
+    let_kernel_run(drafter, mx.float16, monkeypatch)
+    compiled, b = CompiledDrafting(drafter), drafter.new_session()
+    compiled.observe(b, *first_rows(design))
+    dropped = set()
+    for seed, count in enumerate((0, 1, ROUND_ROWS, 3, ROUND_ROWS + 1, 5)):
+        if count:
+            observe_both(drafter, compiled, a, b, design, count, seed)
+            assert (b.deferred is not None) == (count <= ROUND_ROWS)
+        assert_same_round(drafter, compiled, a, b)
+        dropped.add(b.length - b.kv.length)
+    assert len(dropped) == 2
+
+
+def test_a_round_of_the_preset_is_read_with_its_tree():
+    """A tree that is accepted to its end gives one row more than its depth."""
+    assert PRESETS["gpu"].max_depth + 1 <= ROUND_ROWS
+
+
+def test_sessions_share_the_mailbox_and_budgets_differ(tmp_path, monkeypatch):
+    design = Design(**SIZES)
+    drafter, _ = observed(tmp_path, design)
+    let_kernel_run(drafter, mx.float16, monkeypatch)
+    compiled = CompiledDrafting(drafter)
+    pairs = [(drafter.new_session(), drafter.new_session()) for _ in range(2)]
+    for seed, pair in enumerate(pairs):
+        features, tokens = checkpoints.random_rows(design, 250 + seed, seed)  # the cache grows on the way
+        drafter.observe(pair[0], np.array(tokens, np.int32), features)
+        compiled.observe(pair[1], np.array(tokens, np.int32), features)
+    for seed, budget in enumerate((BUDGET, Budget(20, 2, 5), Budget(30, 4, 5))):
+        for pair in pairs:
+            observe_both(drafter, compiled, *pair, design, 4, seed)
+        for pair in pairs:
+            assert_same_round(drafter, compiled, *pair, budget)
 
 
 def test_rows_that_no_growth_followed_are_read_before_the_next(tmp_path, monkeypatch):
@@ -138,39 +171,34 @@ def test_rows_that_no_growth_followed_are_read_before_the_next(tmp_path, monkeyp
         compiled.observe(b, ids, rows)
 
 
-def test_blocks_that_miss_each_other_are_told(tmp_path, monkeypatch):
-    drafter, session = observed(tmp_path, Design(**SIZES))
+def test_a_gpu_that_does_not_run_all_blocks_is_asked_once(tmp_path, monkeypatch, caplog):
+    """The round is grown step by step instead, and so are the later ones."""
+    drafter, a = observed(tmp_path, Design(**SIZES))
     let_kernel_run(drafter, mx.float16, monkeypatch)
+    monkeypatch.setattr(eagle3, "top_log_probs", traceable_top_log_probs)
     monkeypatch.setattr(cuda, "_PATIENCE", 0)
-    with pytest.raises(RuntimeError, match="at the same time"):
-        CompiledDrafting(drafter).grow(session, 7, BUDGET)
+    compiled, b = CompiledDrafting(drafter), drafter.new_session()
+    compiled.observe(b, *first_rows(Design(**SIZES)))
+    for seed, count in enumerate((2, 3)):
+        observe_both(drafter, compiled, a, b, Design(**SIZES), count, seed)
+        assert (b.deferred is None) == (seed > 0)
+        assert_same_round(drafter, compiled, a, b)
+    assert caplog.text.count("at the same time") == 1
 
 
 @pytest.mark.parametrize(
-    ("option", "sizes"),
+    "option",
     [
-        ({"layers": 2}, {}),
-        ({"qk_norm": True}, {}),
-        ({"recycle_post_norm": True}, {}),
-        ({"mlp_bias": True}, {}),
-        ({"norm_before_fc": True}, {}),
-        ({"fc_norm": True}, {}),
-        ({"fc_bias": True}, {}),
-        ({}, {"draft_vocab": 100}),
-        ({}, {"inner": 72}),
-        ({}, {"head_dim": 16}),
+        {"layers": 2},
+        {"qk_norm": True},
+        {"recycle_post_norm": True},
+        {"mlp_bias": True},
+        {"norm_before_fc": True},
+        {"fc_norm": True},
+        {"fc_bias": True},
     ],
+    ids=str,
 )
-def test_other_drafters_go_step_by_step(tmp_path, option, sizes):
-    drafter, _ = observed(tmp_path, Design(**SIZES | option | sizes))
-    layer = grown_by(drafter, mx.float16)
-    assert layer is None or not cuda.supports(layer, 4, 5, BLOCKS)
-
-
-def test_trees_and_types_that_a_block_can_hold(tmp_path):
-    drafter, _ = observed(tmp_path, Design(**SIZES))
-    layer = grown_by(drafter, mx.float16)
-    assert cuda.supports(layer, 16, 16, 132)
-    assert not cuda.supports(layer, 17, 16, 132)
-    assert not cuda.supports(layer, 16, 17, 132)
-    assert not cuda.supports(grown_by(drafter, mx.float32), 4, 5, 132)
+def test_other_drafters_go_step_by_step(tmp_path, option):
+    drafter, _ = observed(tmp_path, Design(**SIZES | option))
+    assert grown_by(drafter, mx.float16) is None
