@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, default=DEFAULT)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--few", type=int, default=12, help="prompts of the settings that do not run on all")
-    parser.add_argument("--few-tokens", type=int, default=96, help="tokens of an answer under those settings")
+    parser.add_argument("--few-tokens", type=int, default=128, help="tokens of an answer under those settings")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if min(options.max_tokens, options.few, options.few_tokens) < 1:
