@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,25 +124,29 @@ def _write_code(
 _compiled: dict[str, Any] = {}
 
 
+_FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-pthread"]
+
+
+@cache
+def _precompile_shim() -> Path:
+    """Its folder: most of a kernel's compilation is the standard headers that the shim includes."""
+    header = Path(_folder.name, _SHIM.name)
+    shutil.copy(_SHIM, header)
+    _run_compiler("-x", "c++-header", str(header), "-o", f"{header}.gch")
+    return header.parent
+
+
+def _run_compiler(*arguments: str) -> None:
+    subprocess.run(["g++", *_FLAGS, *arguments], check=True, capture_output=True, text=True)
+
+
 def _compile(name: str, code: str) -> Any:
     digest = hashlib.sha256(code.encode()).hexdigest()[:16]
     if digest not in _compiled:
-        path = Path(_folder.name, f"{name}-{digest}.cpp")
+        path = Path(_precompile_shim(), f"{name}-{digest}.cpp")
         path.write_text(code)
         library = path.with_suffix(".so")
-        command = [
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-w",
-            "-shared",
-            "-fPIC",
-            "-fvisibility=hidden",
-            "-fno-strict-aliasing",
-            "-pthread",
-            f"-I{_SHIM.parent}",
-        ]
-        subprocess.run([*command, str(path), "-o", str(library)], check=True, capture_output=True, text=True)
+        _run_compiler("-shared", str(path), "-o", str(library))
         run = ctypes.CDLL(str(library)).run
         run.restype = ctypes.c_bool
         run.argtypes = [ctypes.c_void_p] * 6
