@@ -1,6 +1,7 @@
 """Files that a run ends with are checked before it starts."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ from services.speculation.errors import AerieError, Reason
 
 def check_writable(path: Path) -> None:
     """Refuse a file that cannot be written (INVALID_ARGUMENT); what it holds stays until it is replaced."""
-    existed = path.exists()
+    existed, made = path.exists(), Path(os.path.realpath(path))  # what a dangling link points to, not the link
     try:
         path.open("a").close()
     except OSError as error:
         raise AerieError(Reason.INVALID_ARGUMENT, f"cannot write {path}: {error.strerror}") from None
     if not existed:
-        path.unlink()
+        made.unlink()
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

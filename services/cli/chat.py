@@ -37,6 +37,8 @@ def chat(options: argparse.Namespace) -> int:
                     messages.clear()
                 case "/help":
                     print(HELP, flush=True)
+                case command if command.startswith("/") and command[1:].isalpha():
+                    print(f"no such command: {command}; {HELP}", flush=True)
                 case _:
                     _answer(engine, messages, turn, common, make_printer(engine, options.trace))
     return 0
@@ -51,13 +53,21 @@ def _read_turn(on_terminal: bool) -> str | None:
                     line = input("> ")
                     line.encode()  # some locales let other bytes through, as surrogates
                     return line
-                data = sys.stdin.buffer.readline()
+                data = _read_line()
                 return data.decode().rstrip("\r\n") if data else None
         except UnicodeError:
             complain("that line is not UTF-8; it was ignored")
         except (EOFError, KeyboardInterrupt):
             print(flush=True)
             return None
+
+
+def _read_line() -> bytes:
+    assert sys.stdin is not None
+    try:
+        return sys.stdin.buffer.readline()
+    except OSError as error:
+        raise UsageError(f"cannot read standard input: {error.strerror}") from None
 
 
 def _answer(

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from services.cli.options import overrides, usable_path
-from services.cli.report import UsageError
+from services.cli.report import UsageError, printable
 from services.drafter.eagle3.config import Eagle3Spec
 from services.drafter.eagle3.weights import Eagle3Checkpoint, check_fit, read_checkpoint
 from services.drafter.loader import CHECKPOINTS, FAMILIES, NOT_BUILT, shipped_checkpoint
@@ -29,7 +29,7 @@ def inspect(options: argparse.Namespace) -> int:
     try:
         spec = check_fit(checkpoint, info)
     except AerieError as error:
-        print(f"fits {options.target}: no\n  {error.message}")
+        print(f"fits {options.target}: no\n  {printable(error.message)}")
         return 1
     print(f"fits {options.target}: yes, taps {spec.taps} of {info.layers} layers")
     return 0
@@ -77,11 +77,11 @@ def _describe(checkpoint: Eagle3Checkpoint) -> None:
         "made for": checkpoint.target_fingerprint or "not said",
         "unknown keys": ", ".join(spec.unknown) or "none",
     }
-    print(checkpoint.path)
+    print(printable(str(checkpoint.path)))
     for name, value in rows.items():
-        print(f"  {name:13} {value}")
+        print(f"  {name:13} {printable(value)}")
     for decision in spec.decisions:
-        print(f"  decided       {decision}")
+        print(f"  decided       {printable(decision)}")
 
 
 def _taps(spec: Eagle3Spec) -> str:

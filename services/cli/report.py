@@ -14,10 +14,14 @@ class UsageError(Exception):
 
 def complain(message: str, code: int = 0) -> int:
     """Print ``aerie: message`` in one printable line; returns ``code``."""
-    folded = " ".join(message.split())
     with contextlib.suppress(OSError):
-        print("aerie:", "".join(c if c.isprintable() else "?" for c in folded), file=sys.stderr)
+        print("aerie:", printable(message), file=sys.stderr)
     return code
+
+
+def printable(text: str) -> str:
+    """On one line, with ? for what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def complain_of_bug(error: BaseException) -> int:
@@ -50,6 +54,7 @@ def report_in_one_line() -> None:
         OSError: The file cannot be written.
     """
     warnings.showwarning = _show_warning
+    logging.raiseExceptions = False  # a log file that cannot be written is no reason for a traceback
     logging.getLogger("services").addHandler(_handler)
     root = logging.getLogger()
     if path := os.environ.get("AERIE_LOG"):

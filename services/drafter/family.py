@@ -53,7 +53,7 @@ class DraftModel(Protocol):
         ...
 
     def top_children(self, hidden: mx.array, k: int) -> tuple[mx.array, mx.array]:
-        """States [f, hidden] -> log-probabilities and target ids of the k likeliest children, [f, k] each."""
+        """States [f, hidden] -> log-probabilities (float32) and target ids of the k likeliest children, [f, k] each."""
         ...
 
 

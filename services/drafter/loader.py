@@ -65,7 +65,8 @@ def load_drafter(
     if os.path.isfile(path):
         raise AerieError(Reason.CHECKPOINT_NOT_FOUND, f"{path} is a file; a drafter is a folder with config.json")
     if not os.path.isdir(path):
-        raise AerieError(Reason.CHECKPOINT_NOT_FOUND, f"no such folder: {one_line(path, 100)}")
+        known = f"a drafter is auto, off, {_built()} or a folder"
+        raise AerieError(Reason.CHECKPOINT_NOT_FOUND, f"no such folder: {one_line(path, 100)} ({known})")
     return FAMILIES[_family_of(path)](path, target, shared, overrides)
 
 

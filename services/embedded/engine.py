@@ -104,6 +104,13 @@ class Engine:
         Raises:
             AerieError: What does not load, and why.
         """
+        for name, text in (("target", target), ("drafter", drafter)):
+            if not isinstance(text, str) or not text.strip():
+                raise AerieError(Reason.INVALID_ARGUMENT, f"{name} must be a name, not {text!r}")
+        numbers = {"threads": threads, "kv_bytes": kv_bytes}
+        for name, number in numbers.items():
+            if number is not None and (not is_integer(number) or number < 1):
+                raise AerieError(Reason.INVALID_ARGUMENT, f"{name} must be a positive integer, not {number!r}")
         if threads is not None:
             _blas.set_threads(threads)
         engine = cls()
@@ -145,6 +152,11 @@ class Engine:
         self.registry.join(Entry(info.name, "drafter", LocalDrafterPort(host), data))
 
     def _check_drafter(self, info: DrafterInfo) -> None:
+        texts = (info.name, info.family, "" if info.target_fingerprint is None else info.target_fingerprint)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(info.taps, tuple):
+            raise AerieError(Reason.INVALID_ARGUMENT, f"a drafter's name, family, taps or fingerprint: {info!r}")
+        if info.name in ("", "auto", "off"):
+            raise AerieError(Reason.INVALID_ARGUMENT, f"no drafter can be named {info.name!r}")
         layers = self.target.info.layers
         if wrong := [tap for tap in info.taps if tap != "final" and not (is_integer(tap) and 0 <= int(tap) <= layers)]:
             raise AerieError(
@@ -192,9 +204,10 @@ class Engine:
         Raises:
             AerieError: INVALID_ARGUMENT for what is neither.
         """
-        if not isinstance(messages, str) and not all(isinstance(message, dict) for message in messages):
+        conversation = isinstance(messages, Sequence) and all(isinstance(message, dict) for message in messages)
+        if not isinstance(messages, str) and not conversation:
             raise AerieError(Reason.INVALID_ARGUMENT, "a conversation is a list of messages with role and content")
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         return self.orchestrator.encode_chat(turns)
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
@@ -251,6 +264,8 @@ class Engine:
         if sampling := {name: options.pop(name) for name in _SAMPLING & options.keys()}:
             if "sampler" in options:
                 raise AerieError(Reason.INVALID_ARGUMENT, f"give a sampler or {', '.join(sorted(sampling))}, not both")
+            if isinstance(bias := sampling.get("logit_bias"), dict):
+                sampling["logit_bias"] = tuple(bias.items())
             options["sampler"] = Sampler(**sampling)
         if isinstance(options.get("stop"), str):
             options["stop"] = (options["stop"],)

@@ -142,12 +142,12 @@ class Orchestrator:
             session=uuid.uuid4().hex,
             tokens=request.tokens,
             prompt_len=len(request.tokens),
-            max_tokens=request.max_tokens,
+            max_tokens=int(request.max_tokens),  # NumPy's would overflow where it is added to
             sampler=request.sampler,
-            seed=seed,
+            seed=int(seed),
             eos_ids=self.info.eos_ids,
             ignore_eos=request.ignore_eos,
-            top_logprobs=request.top_logprobs,
+            top_logprobs=None if request.top_logprobs is None else int(request.top_logprobs),
             taps=entry.data["taps"] if entry else (),
         )
         budget = request.tree.budget(self.info)

@@ -148,6 +148,10 @@ class TextStream:
         return text
 
 
+_MOST_TEXT = 2**24
+"""Characters of a conversation in its template: more than any context holds."""
+
+
 class ChatTemplate:
     """A checkpoint's chat template, run in a sandbox: it is code from a stranger.
 
@@ -185,6 +189,8 @@ class ChatTemplate:
             _check_message(index, message)
         try:
             text = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
+            if len(text) > _MOST_TEXT:  # tokenizing takes many times its memory
+                raise jinja2.TemplateError(f"they make {len(text)} characters, more than {_MOST_TEXT}")
             text.encode()
         except UnicodeEncodeError:
             raise AerieError(Reason.INVALID_ARGUMENT, "the messages hold half a character (a lone surrogate)") from None

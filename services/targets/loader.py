@@ -2,7 +2,9 @@
 
 import hashlib
 import importlib.util
+import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,22 @@ def load_target(name: str = SMOLLM2) -> Target:
     return target
 
 
+def _check_layers(name: str, config: dict[str, Any], weights: Sequence[Path]) -> None:
+    """Refuse more layers than there are tensors, before anybody builds them."""
+    tensors = 0
+    for file in weights:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            try:
+                tensors += len(json.loads(stream.read(min(size, file.stat().st_size))))
+            except (ValueError, TypeError):
+                raise AerieError(Reason.TARGET_UNSUPPORTED, f"{file} is not a safetensors file") from None
+    for part in (config, config.get("text_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > tensors:
+            raise AerieError(Reason.TARGET_UNSUPPORTED, f"{name} has {layers} layers, for {tensors} tensors")
+
+
 def load_checkpoint(name: str) -> Checkpoint:
     """Load weights and tokenizer: float32 on the CPU (its packed and half products are scalar), else as stored."""
     dequantize = mx.default_device().type == mx.DeviceType.cpu
@@ -111,6 +129,7 @@ def load_checkpoint(name: str) -> Checkpoint:
     raw = read_json(path / "config.json", Reason.TARGET_UNSUPPORTED)
     if any(key in raw for key in _DRAFTER_KEYS):
         raise AerieError(Reason.TARGET_UNSUPPORTED, f"{name} is a drafter's checkpoint: pass it as the drafter")
+    _check_layers(name, raw, weights)
     try:
         model, config = mlx_lm_utils.load_model(path)
         if dequantize:

@@ -1,6 +1,7 @@
 """What each command prints, on tiny checkpoints."""
 
 import json
+import shutil
 
 import pytest
 
@@ -168,6 +169,16 @@ def test_inspect_describes_and_judges_the_fit(aerie, tiny, drafter):
     assert run.out.splitlines()[-1] == f"fits {tiny}: yes, taps (2, 3, 5) of 6 layers"
 
 
+def test_inspect_shows_no_control_characters(aerie, drafter, tmp_path):
+    shutil.copytree(drafter, tmp_path / "d")
+    config = tmp_path / "d" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"\x1b]0;title\x07\nfits smollm2: yes": 1}))
+    run = aerie("inspect", str(tmp_path / "d"))
+    assert run.code == 0
+    assert "?]0;title? fits smollm2: yes" in run.out
+    assert "\x1b" not in run.out
+
+
 def test_inspect_says_why_a_checkpoint_does_not_fit(aerie, tiny):
     run = aerie("inspect", "eagle3", "--target", tiny)
     assert run.code == 1
@@ -199,7 +210,7 @@ def answers(monkeypatch):
 
 
 def test_chat_remembers_ignores_blank_lines_and_obeys_commands(aerie, tiny, answers):
-    lines = b"one\n\n  \ntwo\r\n/reset\nthree\n/help\n\xff\nfour\n/exit\nnever\n"
+    lines = b"one\n\n  \ntwo\r\n/reset\nthree\n/help\n/foo\n\xff\nfour\n/exit\nnever\n"
     run = aerie("chat", "--target", tiny, "--drafter", "off", "--max-tokens", "3", stdin=lines)
     assert run.code == 0
     users = [[m["content"] for m in conversation if m["role"] == "user"] for conversation in answers]
@@ -207,6 +218,7 @@ def test_chat_remembers_ignores_blank_lines_and_obeys_commands(aerie, tiny, answ
     assert [m["role"] for m in answers[1]] == ["user", "assistant", "user"]
     assert answers[1][1]["content"] == run.out.split("\n")[0]
     assert "/reset" in run.out
+    assert "no such command: /foo" in run.out
     assert run.err == "aerie: that line is not UTF-8; it was ignored\n"
     assert "> " not in run.out
     assert "aerie chat" not in run.out  # the banner is for terminals

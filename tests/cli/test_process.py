@@ -31,6 +31,12 @@ def restore_interrupts() -> None:
         ("$A generate hi $T >&-", 1, b"aerie: standard output is closed\n"),
         ("$A generate - $T <&-", 2, b"aerie: standard input is closed\n"),
         ("$A chat $T <&-", 2, b"aerie: standard input is closed\n"),
+        ("$A chat $T 0> /dev/null", 2, b"aerie: cannot read standard input: Bad file descriptor\n"),
+        (
+            "AERIE_LOG=/dev/full $A generate hi $T --drafter auto > /dev/null",
+            0,
+            b"aerie: no drafter fits the target: decoding plainly\n",
+        ),
         ("$A generate $'\\xff' $T", 2, b"aerie: an argument is not UTF-8: '\\udcff'\n"),
         ("$A generate hi $T --stop $'\\xff'", 2, b"aerie: an argument is not UTF-8: '\\udcff'\n"),
         ("$A generate hi $T 2>&- | grep -q .", 0, b""),

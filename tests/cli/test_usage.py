@@ -99,6 +99,11 @@ def test_bench_checks_its_report_before_it_measures_and_leaves_the_old_one(aerie
         assert aerie("bench", "--json", str(path), "--target", "./nonexistent").code == 1
     assert old.read_text() == "kept"
     assert not new.exists()
+    link = tmp_path / "link.json"
+    link.symlink_to(new)
+    assert aerie("bench", "--json", str(link), "--target", "./nonexistent").code == 1
+    assert link.is_symlink()
+    assert not new.exists()
 
 
 def test_a_bug_of_ours_is_an_incident_whose_details_are_in_the_log_alone(aerie, monkeypatch, tmp_path):

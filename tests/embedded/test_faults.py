@@ -9,6 +9,7 @@ from services.bench.drafters import RandomDrafter
 from services.drafter import host as drafter_host
 from services.embedded import AerieError, Done, Reason
 from services.orchestrator.service import MAX_SESSIONS
+from services.speculation.messages import DrafterInfo
 
 PROMPT = (11, 42, 7, 199, 250, 3)
 
@@ -161,3 +162,26 @@ def test_drafters_that_do_not_fit_or_whose_name_is_taken_are_refused(tiny_engine
         tiny_engine.add_drafter(drafter)
     assert caught.value.reason is Reason.CHECKPOINT_INCOMPATIBLE
     assert len(tiny_engine.drafters) == 1
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        DrafterInfo(5, "t", (0,), None, 0),
+        DrafterInfo("t", None, (0,), None, 0),
+        DrafterInfo("t", "t", [0], None, 0),
+        DrafterInfo("t", "t", None, None, 0),
+        DrafterInfo("t", "t", (0,), b"f", 0),
+        DrafterInfo("off", "t", (0,), None, 0),
+        DrafterInfo("auto", "t", (0,), None, 0),
+        DrafterInfo("", "t", (0,), None, 0),
+    ],
+    ids=str,
+)
+def test_drafters_that_say_nonsense_of_themselves_are_refused(tiny_engine, info):
+    drafter = RandomDrafter(tiny_engine.info.vocab_size)
+    drafter.info = info
+    with pytest.raises(AerieError) as caught:
+        tiny_engine.add_drafter(drafter)
+    assert caught.value.reason is Reason.INVALID_ARGUMENT
+    assert tiny_engine.generate(PROMPT, max_tokens=4).drafter_lost is None

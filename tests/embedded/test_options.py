@@ -1,5 +1,6 @@
 """Options of the Python API, by name or as values."""
 
+import numpy as np
 import pytest
 
 from services.embedded import AerieError, Engine, Reason, Sampler
@@ -11,6 +12,7 @@ def test_sampling_options_by_name_are_a_sampler(tiny_engine):
     options = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": ((5, 1.0),)}
     request = tiny_engine.request(PROMPT, seed=3, **options)
     assert request.sampler == Sampler(**options)
+    assert tiny_engine.request(PROMPT, seed=3, **options | {"logit_bias": {5: 1.0}}).sampler == request.sampler
     by_name = tiny_engine.generate(PROMPT, max_tokens=8, seed=3, **options)
     assert by_name.token_ids == tiny_engine.generate(PROMPT, max_tokens=8, seed=3, sampler=Sampler(**options)).token_ids
     assert by_name.token_ids != tiny_engine.generate(PROMPT, max_tokens=8, seed=3).token_ids
@@ -51,6 +53,38 @@ def test_conversations_are_messages(tiny_engine):
     assert tiny_engine.chat_tokens("hi") == tiny_engine.chat_tokens([{"role": "user", "content": "hi"}])
     with pytest.raises(AerieError, match="list of messages"):
         tiny_engine.chat_tokens(["hi"])
+    for other in (None, 5, iter([{"role": "user", "content": "hi"}])):
+        with pytest.raises(AerieError, match="list of messages"):
+            tiny_engine.chat_tokens(other)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64])
+def test_integers_of_numpy_count_as_python_does(tiny_engine, kind):
+    result = tiny_engine.generate(PROMPT, max_tokens=kind(125), seed=kind(3), ignore_eos=True, temperature=1.0)
+    assert (
+        result.token_ids
+        == tiny_engine.generate(PROMPT, max_tokens=125, seed=3, ignore_eos=True, temperature=1.0).token_ids
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target": 5},
+        {"target": None},
+        {"target": ""},
+        {"drafter": 5},
+        {"threads": 0},
+        {"threads": "x"},
+        {"kv_bytes": -1},
+        {"kv_bytes": "x"},
+    ],
+    ids=str,
+)
+def test_an_engine_is_loaded_by_names_and_numbers(options):
+    with pytest.raises(AerieError) as caught:
+        Engine.load(**options)
+    assert caught.value.reason is Reason.INVALID_ARGUMENT
 
 
 def test_an_engine_without_a_drafter_asks_for_none(tiny_folder):

@@ -200,6 +200,7 @@ def test_chat_template_renders_the_default_system_prompt(engine):
         "{{ {}['a'].b }}",
         "{{ strftime_now(3) }}",
         "{{ '\\ud800' }}",
+        "{{ 'x' * (2 ** 24 + 1) }}",
     ],
 )
 def test_whatever_a_chat_template_does_is_an_error_of_ours(source):

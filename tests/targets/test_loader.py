@@ -10,6 +10,7 @@ import pytest
 from mlx_lm import utils as mlx_lm_utils
 
 from services.speculation.errors import AerieError, Reason
+from services.targets import loader
 from services.targets.loader import find_target, fingerprint, load_target
 from tests.plain import node_logits, relative_error
 from tests.targets.test_ragged import LIMIT, SHAPES, prefilled, random_tokens, tree_rows
@@ -175,6 +176,18 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     assert refusal(tmp_path).reason is Reason.TARGET_UNSUPPORTED
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_more_layers_than_tensors_are_refused_before_they_are_built(tmp_path, monkeypatch, nested):
+    monkeypatch.setattr(loader.mlx_lm_utils, "load_model", None)
+    write_tiny_llama(tmp_path, num_hidden_layers=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = {"num_hidden_layers": 10**8}
+    (tmp_path / "config.json").write_text(json.dumps(config | ({"text_config": layers} if nested else layers)))
+    error = refusal(tmp_path)
+    assert error.reason is Reason.TARGET_UNSUPPORTED
+    assert "100000000 layers" in error.message
 
 
 def test_model_whose_decoder_is_named_otherwise_is_refused(tmp_path):

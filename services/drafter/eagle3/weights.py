@@ -56,8 +56,10 @@ def read_checkpoint(path: Path, overrides: Overrides = NO_OVERRIDES) -> Eagle3Ch
     files = sorted(path.glob("*.safetensors"))
     if not files:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
-        hint = f"{pickles[0].name} is a pickle and is never loaded; " if pickles else ""
-        raise AerieError(Reason.CHECKPOINT_INVALID, f"{path}: {hint}convert the weights to safetensors")
+        if pickles:
+            hint = f"{pickles[0].name} is a pickle and is never loaded; convert the weights to safetensors"
+            raise AerieError(Reason.CHECKPOINT_INVALID, f"{path}: {hint}")
+        raise AerieError(Reason.CHECKPOINT_INVALID, f"{path} has no .safetensors file")
     check_regular(files, Reason.CHECKPOINT_INVALID)
     raw = read_json(path / "config.json", Reason.CHECKPOINT_INVALID)
     made_for = _read_target_fingerprint(raw)
