@@ -60,9 +60,9 @@ def test_fixed_shapes_change_nothing(tmp_path, option, window):
     if option in own:
         assert swap_first_layer(drafter._network.layers[0])
     compiled, budget = CompiledDrafting(drafter), Budget(20, 4, 3)
-    features, tokens = checkpoints.random_rows(design, 70)
+    features, tokens = checkpoints.random_rows(design, 46)
     a, b = drafter.new_session(), drafter.new_session()
-    for start, stop in rounds(70):
+    for start, stop in rounds(46):
         ids = np.array(tokens[start:stop], np.int32)
         drafter.observe(a, ids, checkpoints.cut(features, start, stop))
         compiled.observe(b, ids, checkpoints.cut(features, start, stop))

@@ -74,6 +74,15 @@ def test_closing_frees_models_and_caches_on_the_device_thread(load_tiny):
     assert {freed[name] for name in ("target", "model", "drafter")} == {"aerie-device"}
 
 
+@pytest.fixture
+def interruptible():
+    """A runner in the background ignores SIGINT, and Python then raises nothing."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_cancels_the_generation(tiny_engine):
     # Slow enough that it could not end by itself in time.
     tiny_engine.add_drafter(Faulty(tiny_engine.info.vocab_size, "observe", lambda: time.sleep(0.02)))

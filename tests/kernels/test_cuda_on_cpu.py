@@ -76,9 +76,6 @@ def test_fused_linear(rows, width, group_size, dtype):
     assert_close(got, linear_reference.norm_swiglu(x32, norm32, 1e-5, *wide).astype(dtype), tolerance)
 
 
-ATTENTION = [(64, mx.float16), (32, mx.float32)]
-
-
 def make_masks(rows: int, prefix: int, held: int, capacity: int) -> tuple[mx.array, mx.array, mx.array]:
     """Every row sees itself, half of the prefix and half of the rows before it."""
     rng = np.random.default_rng(rows + prefix + held)
@@ -87,8 +84,16 @@ def make_masks(rows: int, prefix: int, held: int, capacity: int) -> tuple[mx.arr
     return mx.array(visible), mx.array(ancestors), mx.array([prefix])
 
 
-@pytest.mark.parametrize(("width", "dtype"), ATTENTION)
-@pytest.mark.parametrize(("rows", "prefix", "held"), [(1, 0, 0), (5, 1, 0), (40, 150, 0), (3, 37, 45)])
+@pytest.mark.parametrize(
+    ("rows", "prefix", "held", "width", "dtype"),
+    [
+        (1, 0, 0, 64, mx.float16),
+        (5, 1, 0, 32, mx.float32),
+        (40, 150, 0, 64, mx.float16),
+        (3, 37, 45, 64, mx.float16),
+        (3, 37, 45, 32, mx.float32),
+    ],
+)
 def test_tree_attention(rows, prefix, held, width, dtype):
     """Queries and new rows are transposed views; slots that were never written hold NaN."""
     capacity = 256
