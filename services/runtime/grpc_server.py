@@ -1,0 +1,116 @@
+"""What every gRPC service stands on: options, health, reflection, and the bridge from a stream to an actor."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.runtime.actor import Actor, ActorStopped, MailboxFull
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import PortError
+
+MESSAGE_BYTES = 16 * 2**20
+"""Largest message, on both sides; features travel in slices far below it."""
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    # Clients ping idle streams during long generations: never an offence.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),  # two servers must not share a port silently
+)
+
+Reply = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """How one kind of service turns a stream's messages into an actor's, and back.
+
+    Attributes:
+        read: Request -> message; raises AerieError.
+        write: Message -> response.
+        envelope: (message, reply) -> what the actor is told.
+        closing: (session, reply) -> what it is told at the end of the stream.
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+    envelope: Callable[[Any, Reply], Any]
+    closing: Callable[[str, Reply], Any]
+
+    async def run(self, host: Actor[Any], requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+        """Responses of one stream, until its requests end or it is abandoned. Its end is the end of its sessions.
+
+        Raises:
+            ActorStopped: The actor has stopped.
+        """
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+        reply = inbox.put_nowait  # the stream's identity, too
+        sessions: set[str] = set()
+
+        async def listen() -> None:
+            try:
+                async for request in requests:
+                    sessions.add(request.session)
+                    try:
+                        host.tell(self.envelope(self.read(request), reply))
+                    except MailboxFull as error:
+                        reply(PortError(request.session, Reason.RESOURCE_EXHAUSTED, str(error)))
+                    except AerieError as error:
+                        reply(PortError(request.session, error.reason, error.message))
+            except ActorStopped:
+                pass  # the callback below says so
+            finally:
+                reply(None)
+
+        unsubscribe = host.on_stop(lambda: reply(None))
+        listener = asyncio.create_task(listen(), name=f"{host.name} listener")
+        try:
+            while (message := await inbox.get()) is not None:
+                yield self.write(message)
+            if not host.alive:
+                raise ActorStopped(f"{host.name} has stopped")
+        finally:
+            listener.cancel()
+            unsubscribe()
+            with contextlib.suppress(ActorStopped):
+                for session in sessions:
+                    host.post(self.closing(session, reply))
+
+
+async def start_server(
+    address: str, add: Callable[[grpc.aio.Server], None], services: Sequence[str]
+) -> tuple[grpc.aio.Server, str, health.aio.HealthServicer]:
+    """Start a server with health and reflection; its services are ready, and so is the process ("").
+
+    Args:
+        address: ``host:port`` (port 0 picks one) or ``unix:PATH``.
+        add: Registers the servicers.
+        services: Their full names.
+
+    Returns:
+        The server, the address that it listens on, and its health.
+
+    Raises:
+        AerieError: INVALID_ARGUMENT, it cannot listen there.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add(server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise AerieError(Reason.INVALID_ARGUMENT, f"cannot listen on {address}: {error}") from None
+    await server.start()
+    for name in ("", *services):
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server, address if address.startswith("unix:") else f"{address.rsplit(':', 1)[0]}:{port}", checks

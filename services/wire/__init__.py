@@ -1,0 +1,1 @@
+"""Proto messages <-> domain values: the only code that touches fields of generated messages."""

@@ -1,0 +1,102 @@
+"""What travels on ``DrafterService``: ``aerie.drafter.v1`` <-> ``services.speculation.messages``."""
+
+from aerie.drafter.v1 import drafter_pb2 as pb
+from aerie.types.v1 import types_pb2
+
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import (
+    Draft,
+    Drafted,
+    DrafterInfo,
+    FromDrafter,
+    NeedFeatures,
+    Observe,
+    OpenDraft,
+    PortError,
+    ToDrafter,
+)
+from services.wire import values
+
+
+def write_request(message: ToDrafter) -> pb.SessionRequest:
+    match message:
+        case OpenDraft():
+            opened = pb.Open(epoch=message.epoch, sampler=values.write_sampler(message.sampler), seed=message.seed)
+            return pb.SessionRequest(session=message.session, open=opened)
+        case Observe():
+            features = values.write_features(message.features)
+            observe = pb.Observe(epoch=message.epoch, features=features, tokens=message.tokens)
+            return pb.SessionRequest(session=message.session, observe=observe)
+        case Draft():
+            round_ = values.write_round(message.epoch, message.round, message.base_len)
+            draft = pb.Draft(id=round_, budget=values.write_budget(message.budget))
+            return pb.SessionRequest(session=message.session, draft=draft)
+
+
+def read_request(request: pb.SessionRequest) -> ToDrafter:
+    """Raises AerieError: INVALID_ARGUMENT."""
+    session = request.session
+    match request.WhichOneof("message"):
+        case "open":
+            opened = request.open
+            return OpenDraft(session, opened.epoch, values.read_sampler(opened.sampler), opened.seed)
+        case "observe":
+            o = request.observe
+            return Observe(session, o.epoch, values.read_features(o.features), tuple(o.tokens))
+        case "draft":
+            d = request.draft
+            return Draft(session, *values.read_round(d.id), budget=values.read_budget(d.budget))
+    raise AerieError(Reason.INVALID_ARGUMENT, "a request without a message that this version knows")
+
+
+def write_response(message: FromDrafter) -> pb.SessionResponse:
+    session = message.session
+    match message:
+        case Drafted():
+            round_ = values.write_round(message.epoch, message.round, message.base_len)
+            drafted = pb.Drafted(id=round_, tree=values.write_tree(message.tree), seconds=message.seconds)
+            return pb.SessionResponse(session=session, drafted=drafted)
+        case NeedFeatures():
+            ranges = [types_pb2.Range(start=start, stop=stop) for start, stop in message.ranges]
+            need = pb.NeedFeatures(id=values.write_round(message.epoch, message.round, 0), ranges=ranges)
+            return pb.SessionResponse(session=session, need_features=need)
+        case PortError():
+            return pb.SessionResponse(session=session, error=values.write_error(message))
+
+
+def read_response(response: pb.SessionResponse) -> FromDrafter:
+    """Raises AerieError: INVALID_ARGUMENT or INVALID_TREE."""
+    session = response.session
+    match response.WhichOneof("message"):
+        case "drafted":
+            d = response.drafted
+            return Drafted(session, *values.read_round(d.id), tree=values.read_tree(d.tree), seconds=d.seconds)
+        case "need_features":
+            n = response.need_features
+            ranges = tuple((entry.start, entry.stop) for entry in n.ranges)
+            return NeedFeatures(session, n.id.epoch, n.id.round, ranges)
+        case "error":
+            return values.read_error(session, response.error)
+    raise AerieError(Reason.INVALID_ARGUMENT, "a response without a message that this version knows")
+
+
+def write_info(info: DrafterInfo, sessions: int) -> pb.GetInfoResponse:
+    return pb.GetInfoResponse(
+        name=info.name,
+        family=info.family,
+        taps=[values.write_tap(tap) for tap in info.taps],
+        target_fingerprint=info.target_fingerprint,
+        parameters=info.parameters,
+        sessions=sessions,
+    )
+
+
+def read_info(info: pb.GetInfoResponse) -> DrafterInfo:
+    """Raises AerieError: INVALID_ARGUMENT for a tap that is none."""
+    return DrafterInfo(
+        name=info.name,
+        family=info.family,
+        taps=tuple(values.read_tap(tap) for tap in info.taps),
+        target_fingerprint=info.target_fingerprint if info.HasField("target_fingerprint") else None,
+        parameters=info.parameters,
+    )

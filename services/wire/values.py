@@ -1,0 +1,184 @@
+"""Values that several services speak of: ``aerie.types.v1`` <-> ``services.speculation``.
+
+Functions named ``read_...`` take a message from elsewhere and raise ``AerieError`` for what no peer of ours sends.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from aerie.types.v1 import types_pb2 as pb
+from numpy.typing import NDArray
+
+from services.speculation.errors import AerieError, Reason
+from services.speculation.growth import Budget
+from services.speculation.messages import Features, FinishReason, PortError, Tap, TokenLogProbs
+from services.speculation.trees import DraftTree
+from services.speculation.warpers import Sampler
+
+_ELEMENTS: dict[Any, pb.ElementType] = {
+    np.dtype("<f4"): pb.ELEMENT_TYPE_FLOAT32,
+    np.dtype("<f2"): pb.ELEMENT_TYPE_FLOAT16,
+    np.dtype("<u2"): pb.ELEMENT_TYPE_BFLOAT16,
+}
+_DTYPES = {element: dtype for dtype, element in _ELEMENTS.items()}
+_FINISHES: dict[FinishReason, pb.FinishReason] = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "cancelled": pb.FINISH_REASON_CANCELLED,
+}
+_FINISH_NAMES = {value: name for name, value in _FINISHES.items()}
+
+
+def write_tap(tap: Tap) -> pb.Tap:
+    return pb.Tap(final=True) if tap == "final" else pb.Tap(layers=int(tap))
+
+
+def read_tap(tap: pb.Tap) -> Tap:
+    """Raises AerieError: INVALID_ARGUMENT for a tap that is none."""
+    kind = tap.WhichOneof("kind")
+    if kind == "layers":
+        return tap.layers
+    if kind == "final" and tap.final:
+        return "final"
+    raise _invalid("a tap names no boundary")
+
+
+def write_tensor(array: NDArray[Any]) -> pb.Tensor:
+    """float32, float16, or uint16 bits of bfloat16."""
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return pb.Tensor(element_type=_ELEMENTS[little.dtype], shape=little.shape, data=little.tobytes())
+
+
+def read_tensor(tensor: pb.Tensor) -> NDArray[Any]:
+    """Raises AerieError: INVALID_ARGUMENT when type, shape and bytes do not fit."""
+    dtype = _DTYPES.get(tensor.element_type)
+    if dtype is None:
+        raise _invalid(f"a tensor has element type {tensor.element_type}")
+    if math.prod(tensor.shape) * dtype.itemsize != len(tensor.data):
+        raise _invalid(f"a tensor of shape {list(tensor.shape)} has {len(tensor.data)} bytes")
+    return np.frombuffer(tensor.data, dtype).reshape(tuple(tensor.shape))
+
+
+def write_features(features: Features) -> pb.Features:
+    taps = [pb.TapRows(tap=write_tap(tap), rows=write_tensor(rows)) for tap, rows in features.rows.items()]
+    return pb.Features(base=features.base, taps=taps)
+
+
+def read_features(features: pb.Features) -> Features:
+    """Raises AerieError: INVALID_ARGUMENT when taps repeat, or differ in their rows."""
+    rows = {read_tap(entry.tap): read_tensor(entry.rows) for entry in features.taps}
+    shapes = {array.shape[:1] for array in rows.values() if array.ndim == 2}
+    if len(rows) != len(features.taps) or any(array.ndim != 2 for array in rows.values()) or len(shapes) > 1:
+        raise _invalid("features are not one [rows, hidden] for each tap")
+    return Features(features.base, rows)
+
+
+def write_tree(tree: DraftTree) -> pb.DraftTree:
+    return pb.DraftTree(
+        tokens=tree.tokens.tolist(), parents=tree.parents.tolist(), log_probs=tree.log_probs.astype("<f4").tobytes()
+    )
+
+
+def read_tree(tree: pb.DraftTree) -> DraftTree:
+    """Raises AerieError: INVALID_TREE."""
+    if len(tree.log_probs) != 4 * len(tree.tokens):
+        raise AerieError(Reason.INVALID_TREE, "tokens, parents and log_probs must be equally long")
+    if any(token >= 2**31 for token in tree.tokens):
+        raise AerieError(Reason.INVALID_TREE, "a token is outside of any vocabulary")
+    return DraftTree.build(list(tree.tokens), list(tree.parents), np.frombuffer(tree.log_probs, "<f4"))
+
+
+def write_budget(budget: Budget) -> pb.Budget:
+    rule = None if budget.min_log_prob == -math.inf else budget.min_log_prob
+    return pb.Budget(max_nodes=budget.max_nodes, max_depth=budget.max_depth, top_k=budget.top_k, min_log_prob=rule)
+
+
+def read_budget(budget: pb.Budget) -> Budget:
+    rule = budget.min_log_prob if budget.HasField("min_log_prob") else -math.inf
+    if math.isnan(rule):
+        raise _invalid("min_log_prob is not a number")
+    return Budget(budget.max_nodes, budget.max_depth, budget.top_k, rule)
+
+
+def write_sampler(sampler: Sampler) -> pb.Sampler:
+    return pb.Sampler(
+        temperature=sampler.temperature,
+        top_k=sampler.top_k,
+        top_p=sampler.top_p,
+        min_p=sampler.min_p,
+        repetition_penalty=sampler.repetition_penalty,
+        presence_penalty=sampler.presence_penalty,
+        frequency_penalty=sampler.frequency_penalty,
+        logit_bias=[pb.TokenBias(token=token, bias=bias) for token, bias in sampler.logit_bias],
+    )
+
+
+def read_sampler(sampler: pb.Sampler) -> Sampler:
+    """Raises AerieError: INVALID_ARGUMENT, as ``Sampler`` does."""
+    return Sampler(
+        temperature=sampler.temperature,
+        top_k=sampler.top_k,
+        top_p=sampler.top_p if sampler.HasField("top_p") else 1.0,
+        min_p=sampler.min_p,
+        repetition_penalty=sampler.repetition_penalty if sampler.HasField("repetition_penalty") else 1.0,
+        presence_penalty=sampler.presence_penalty,
+        frequency_penalty=sampler.frequency_penalty,
+        logit_bias=tuple((entry.token, entry.bias) for entry in sampler.logit_bias),
+    )
+
+
+def write_log_probs(log_probs: Sequence[TokenLogProbs]) -> list[pb.TokenLogProbs]:
+    return [
+        pb.TokenLogProbs(
+            token=entry.token,
+            log_prob=entry.log_prob,
+            top=[pb.TokenLogProbs.Alternative(token=token, log_prob=value) for token, value in entry.top],
+        )
+        for entry in log_probs
+    ]
+
+
+def read_log_probs(log_probs: Iterable[pb.TokenLogProbs]) -> tuple[TokenLogProbs, ...]:
+    return tuple(
+        TokenLogProbs(entry.token, entry.log_prob, tuple((top.token, top.log_prob) for top in entry.top))
+        for entry in log_probs
+    )
+
+
+def write_finish(finish: FinishReason | None) -> pb.FinishReason:
+    return pb.FINISH_REASON_UNSPECIFIED if finish is None else _FINISHES[finish]
+
+
+def read_finish(finish: pb.FinishReason) -> FinishReason | None:
+    """Raises AerieError: INVALID_ARGUMENT for a reason that this version does not know."""
+    if finish == pb.FINISH_REASON_UNSPECIFIED:
+        return None
+    if finish not in _FINISH_NAMES:
+        raise _invalid(f"finish reason {finish}")
+    return _FINISH_NAMES[finish]
+
+
+def write_error(error: PortError) -> pb.SessionError:
+    expected = None if error.expected is None else write_round(*error.expected)
+    return pb.SessionError(reason=error.reason, message=error.message, expected=expected)
+
+
+def read_error(session: str, error: pb.SessionError) -> PortError:
+    """A reason that this version does not know is INTERNAL."""
+    known = error.reason in Reason.__members__
+    expected = read_round(error.expected) if error.HasField("expected") else None
+    return PortError(session, Reason(error.reason) if known else Reason.INTERNAL, error.message, expected)
+
+
+def write_round(epoch: int, round_: int, base_len: int) -> pb.RoundId:
+    return pb.RoundId(epoch=epoch, round=round_, base_len=base_len)
+
+
+def read_round(round_: pb.RoundId) -> tuple[int, int, int]:
+    return round_.epoch, round_.round, round_.base_len
+
+
+def _invalid(message: str) -> AerieError:
+    return AerieError(Reason.INVALID_ARGUMENT, message)

@@ -1,0 +1,178 @@
+"""What travels on ``VerifierService``: ``aerie.verifier.v1`` <-> ``services.speculation.messages``."""
+
+from aerie.types.v1 import types_pb2
+from aerie.verifier.v1 import verifier_pb2 as pb
+
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import (
+    FromVerifier,
+    History,
+    Open,
+    PortError,
+    Prefilled,
+    TargetInfo,
+    ToVerifier,
+    Truncate,
+    Verdict,
+    Verify,
+)
+from services.wire import values
+
+_FEATURE_TYPES = {
+    "float32": types_pb2.ELEMENT_TYPE_FLOAT32,
+    "float16": types_pb2.ELEMENT_TYPE_FLOAT16,
+    "bfloat16": types_pb2.ELEMENT_TYPE_BFLOAT16,
+}
+_FEATURE_NAMES = {value: name for name, value in _FEATURE_TYPES.items()}
+
+
+def write_request(message: ToVerifier) -> pb.SessionRequest:
+    match message:
+        case Open():
+            return pb.SessionRequest(session=message.session, open=_write_open(message))
+        case Verify():
+            round_ = values.write_round(message.epoch, message.round, message.base_len)
+            verify = pb.Verify(id=round_, tree=values.write_tree(message.tree))
+            return pb.SessionRequest(session=message.session, verify=verify)
+        case Truncate():
+            truncate = pb.Truncate(epoch=message.epoch, length=message.length)
+            return pb.SessionRequest(session=message.session, truncate=truncate)
+
+
+def read_request(request: pb.SessionRequest) -> ToVerifier:
+    """Raises AerieError: INVALID_ARGUMENT or INVALID_TREE."""
+    session = request.session
+    match request.WhichOneof("message"):
+        case "open":
+            return _read_open(session, request.open)
+        case "verify":
+            epoch, round_, base_len = values.read_round(request.verify.id)
+            return Verify(session, epoch, round_, base_len, values.read_tree(request.verify.tree))
+        case "truncate":
+            return Truncate(session, request.truncate.epoch, request.truncate.length)
+    raise AerieError(Reason.INVALID_ARGUMENT, "a request without a message that this version knows")
+
+
+def write_response(message: FromVerifier) -> pb.SessionResponse:
+    session = message.session
+    match message:
+        case Prefilled():
+            prefilled = pb.Prefilled(
+                epoch=message.epoch,
+                token=message.token,
+                finish=values.write_finish(message.finish),
+                seconds=message.seconds,
+                log_probs=values.write_log_probs(message.log_probs),
+            )
+            return pb.SessionResponse(session=session, prefilled=prefilled)
+        case History():
+            features = values.write_features(message.features)
+            history = pb.History(epoch=message.epoch, features=features, tokens=message.tokens)
+            return pb.SessionResponse(session=session, history=history)
+        case Verdict():
+            verdict = pb.Verdict(
+                id=values.write_round(message.epoch, message.round, message.base_len),
+                path=message.path,
+                tokens=message.tokens,
+                finish=values.write_finish(message.finish),
+                features=values.write_features(message.features),
+                seconds=message.seconds,
+                log_probs=values.write_log_probs(message.log_probs),
+            )
+            return pb.SessionResponse(session=session, verdict=verdict)
+        case PortError():
+            return pb.SessionResponse(session=session, error=values.write_error(message))
+
+
+def read_response(response: pb.SessionResponse) -> FromVerifier:
+    """Raises AerieError: INVALID_ARGUMENT."""
+    session = response.session
+    match response.WhichOneof("message"):
+        case "prefilled":
+            p = response.prefilled
+            finish, log_probs = values.read_finish(p.finish), values.read_log_probs(p.log_probs)
+            return Prefilled(session, p.epoch, p.token, finish, p.seconds, log_probs)
+        case "history":
+            h = response.history
+            return History(session, h.epoch, values.read_features(h.features), tuple(h.tokens))
+        case "verdict":
+            v = response.verdict
+            return Verdict(
+                session,
+                *values.read_round(v.id),
+                path=tuple(v.path),
+                tokens=tuple(v.tokens),
+                finish=values.read_finish(v.finish),
+                features=values.read_features(v.features),
+                seconds=v.seconds,
+                log_probs=values.read_log_probs(v.log_probs),
+            )
+        case "error":
+            return values.read_error(session, response.error)
+    raise AerieError(Reason.INVALID_ARGUMENT, "a response without a message that this version knows")
+
+
+def _write_open(message: Open) -> pb.Open:
+    return pb.Open(
+        tokens=message.tokens,
+        prompt_len=message.prompt_len,
+        max_tokens=message.max_tokens,
+        sampler=values.write_sampler(message.sampler),
+        seed=message.seed,
+        epoch=message.epoch,
+        eos_ids=message.eos_ids,
+        ignore_eos=message.ignore_eos,
+        top_logprobs=message.top_logprobs,
+        taps=[values.write_tap(tap) for tap in message.taps],
+    )
+
+
+def _read_open(session: str, message: pb.Open) -> Open:
+    return Open(
+        session=session,
+        tokens=tuple(message.tokens),
+        prompt_len=message.prompt_len,
+        max_tokens=message.max_tokens,
+        sampler=values.read_sampler(message.sampler),
+        seed=message.seed,
+        epoch=message.epoch,
+        eos_ids=tuple(message.eos_ids),
+        ignore_eos=message.ignore_eos,
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        taps=tuple(values.read_tap(tap) for tap in message.taps),
+    )
+
+
+def write_info(info: TargetInfo) -> pb.GetInfoResponse:
+    return pb.GetInfoResponse(
+        name=info.name,
+        weights_fingerprint=info.weights_fingerprint,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        layers=info.layers,
+        hidden_size=info.hidden_size,
+        vocab_size=info.vocab_size,
+        context_length=info.context_length,
+        eos_ids=info.eos_ids,
+        feature_type=_FEATURE_TYPES[info.feature_dtype],
+        device=info.device,
+        max_tree_nodes=info.max_tree_nodes,
+    )
+
+
+def read_info(info: pb.GetInfoResponse) -> TargetInfo:
+    """Raises AerieError: INVALID_ARGUMENT for a feature type that this version does not know."""
+    if info.feature_type not in _FEATURE_NAMES:
+        raise AerieError(Reason.INVALID_ARGUMENT, f"the verifier's features are of type {info.feature_type}")
+    return TargetInfo(
+        name=info.name,
+        weights_fingerprint=info.weights_fingerprint,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        layers=info.layers,
+        hidden_size=info.hidden_size,
+        vocab_size=info.vocab_size,
+        context_length=info.context_length,
+        eos_ids=tuple(info.eos_ids),
+        feature_dtype=_FEATURE_NAMES[info.feature_type],
+        device=info.device,
+        max_tree_nodes=info.max_tree_nodes,
+    )
