@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from aerie.drafter.v1 import drafter_pb2, drafter_pb2_grpc
 from aerie.verifier.v1 import verifier_pb2, verifier_pb2_grpc
+from numpy.typing import NDArray
 
 from services.speculation.errors import AerieError
 from services.speculation.messages import DrafterInfo, FromDrafter, FromVerifier, TargetInfo, ToDrafter, ToVerifier
@@ -105,6 +106,26 @@ class GrpcVerifierPort:
             return verifier_wire.read_info(await self._stub.GetInfo(verifier_pb2.GetInfoRequest()))
         except grpc.RpcError as error:
             raise ConnectionError(_describe(error)) from None
+
+    async def tokenizer(self) -> verifier_wire.TokenizerData:
+        """Raises ConnectionError: The service is not there."""
+        try:
+            response = await self._stub.GetTokenizer(verifier_pb2.GetTokenizerRequest())
+        except grpc.RpcError as error:
+            raise ConnectionError(_describe(error)) from None
+        return verifier_wire.read_tokenizer(response)
+
+    async def tensor(self, name: str) -> NDArray[Any]:
+        """A weight that drafters share with the target [V, hidden], as bits of bfloat16.
+
+        Raises:
+            ConnectionError: The service is not there, or has no such tensor.
+        """
+        try:
+            chunks = [chunk async for chunk in self._stub.GetTensors(verifier_pb2.GetTensorsRequest(names=[name]))]
+        except grpc.RpcError as error:
+            raise ConnectionError(_describe(error)) from None
+        return verifier_wire.read_tensor_chunks(chunks)
 
     def connect(self) -> GrpcStream[ToVerifier, FromVerifier]:
         return GrpcStream(self._stub.Session, verifier_wire.write_request, verifier_wire.read_response)

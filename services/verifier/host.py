@@ -95,6 +95,7 @@ class VerifierHost(Actor[FromClient | Closed]):
     ) -> None:
         super().__init__("verifier")
         self.info = target.info
+        self.tokenizer = target.tokenizer
         self.budget = KVBudget(kv_bytes, target.kv_bytes_per_row, target.kv_capacity)
         self.sessions: dict[str, VerifierSession] = {}
         self.batches = 0
@@ -129,6 +130,10 @@ class VerifierHost(Actor[FromClient | Closed]):
         for session in list(self.sessions.values()):
             self._close(session)
             session.reply(PortError(session.request.session, Reason.INTERNAL, message))
+
+    async def shared_tensor(self, name: str) -> NDArray[np.uint16]:
+        """A weight that drafters share, as bits of bfloat16: see ``Target.tensor``."""
+        return await self._device.run(lambda: np.array(self._target.tensor(name).astype(mx.bfloat16).view(mx.uint16)))
 
     async def stopped(self) -> None:
         if self._pumping:

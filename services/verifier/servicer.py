@@ -9,6 +9,7 @@ from aerie.verifier.v1 import verifier_pb2_grpc
 
 from services.runtime.actor import ActorStopped
 from services.runtime.grpc_server import Bridge
+from services.speculation.errors import AerieError
 from services.verifier.host import Closed, FromClient, VerifierHost
 from services.wire import verifier as wire
 
@@ -28,6 +29,25 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 yield response
         except ActorStopped as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: pb.GetTokenizerRequest, context: Any
+    ) -> pb.GetTokenizerResponse:
+        files = self._host.tokenizer
+        return wire.write_tokenizer(
+            wire.TokenizerData(files.tokenizer_json, files.chat_template, dict(files.special_tokens))
+        )
+
+    async def GetTensors(  # noqa: N802
+        self, request: pb.GetTensorsRequest, context: Any
+    ) -> AsyncIterator[pb.GetTensorsResponse]:
+        for name in request.names:
+            try:
+                array = await self._host.shared_tensor(name)
+            except AerieError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+            for chunk in wire.write_tensor_chunks(name, array):
+                yield chunk
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         return wire.write_info(self._host.info)

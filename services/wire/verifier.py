@@ -1,7 +1,12 @@
 """What travels on ``VerifierService``: ``aerie.verifier.v1`` <-> ``services.speculation.messages``."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from aerie.types.v1 import types_pb2
 from aerie.verifier.v1 import verifier_pb2 as pb
+from numpy.typing import NDArray
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
@@ -18,6 +23,8 @@ from services.speculation.messages import (
 )
 from services.wire import values
 
+CHUNK_BYTES = 2**20
+"""Largest piece of a tensor."""
 _FEATURE_TYPES = {
     "float32": types_pb2.ELEMENT_TYPE_FLOAT32,
     "float16": types_pb2.ELEMENT_TYPE_FLOAT16,
@@ -176,3 +183,43 @@ def read_info(info: pb.GetInfoResponse) -> TargetInfo:
         device=info.device,
         max_tree_nodes=info.max_tree_nodes,
     )
+
+
+@dataclass(frozen=True)
+class TokenizerData:
+    """The target's tokenizer as text: in the ``tokenizers`` format, with its chat template and special tokens."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+def write_tokenizer(tokenizer: TokenizerData) -> pb.GetTokenizerResponse:
+    return pb.GetTokenizerResponse(
+        tokenizer_json=tokenizer.tokenizer_json,
+        chat_template=tokenizer.chat_template,
+        special_tokens=tokenizer.special_tokens,
+    )
+
+
+def read_tokenizer(response: pb.GetTokenizerResponse) -> TokenizerData:
+    template = response.chat_template if response.HasField("chat_template") else None
+    return TokenizerData(response.tokenizer_json, template, dict(response.special_tokens))
+
+
+def write_tensor_chunks(name: str, array: NDArray[Any]) -> Iterator[pb.GetTensorsResponse]:
+    """One tensor in chunks of at most ``CHUNK_BYTES``: type and shape are in the first."""
+    tensor = values.write_tensor(array)
+    for start in range(0, max(len(tensor.data), 1), CHUNK_BYTES):
+        chunk = pb.GetTensorsResponse(name=name, data=tensor.data[start : start + CHUNK_BYTES])
+        if not start:
+            chunk.element_type = tensor.element_type
+            chunk.shape.extend(tensor.shape)
+        yield chunk
+
+
+def read_tensor_chunks(chunks: Sequence[pb.GetTensorsResponse]) -> NDArray[Any]:
+    """All chunks of one tensor. Raises AerieError: INVALID_ARGUMENT when they do not make one."""
+    first = chunks[0]
+    data = b"".join(chunk.data for chunk in chunks)
+    return values.read_tensor(types_pb2.Tensor(element_type=first.element_type, shape=first.shape, data=data))
