@@ -18,6 +18,7 @@ from kernels import _blas
 from services.cli.options import check_models, overrides
 from services.drafter import servicer as drafter_service
 from services.drafter.compiled import CompiledDrafting
+from services.drafter.family import TraceableDraftModel
 from services.drafter.host import DrafterHost
 from services.drafter.loader import load_chosen
 from services.orchestrator import servicer as orchestrator_service
@@ -78,12 +79,13 @@ async def _drafter(options: argparse.Namespace) -> None:
     async with grpc.aio.insecure_channel(options.verifier, options=CHANNEL_OPTIONS) as channel:
         port = GrpcVerifierPort(channel)
         info = await _patiently(port.info, f"the verifier at {options.verifier}")
-        # Drafters share the target's embedding, and some its head: they come when the loader asks for them.
+        # Drafters share the target's embedding, and some its head.
         shared = {name: await port.tensor(name) for name in ("embed_tokens", "lm_head")}
-    model = await device.run(
-        lambda: load_chosen(options.drafter, info, lambda name: to_mlx(shared[name]), overrides(options))
-    )
-    del shared
+
+    def load() -> TraceableDraftModel | None:
+        return load_chosen(options.drafter, info, lambda name: to_mlx(shared.pop(name)), overrides(options))
+
+    model = await device.run(load)
     if model is None:
         raise AerieError(Reason.DRAFTER_UNAVAILABLE, f"no drafter {options.drafter!r} for {info.name}")
     host = DrafterHost(model, device, CompiledDrafting(model) if info.device == "gpu" else None)
@@ -115,9 +117,7 @@ async def _orchestrator(options: argparse.Namespace) -> None:
                 "target_fingerprint": drafter.target_fingerprint,
             }
             registry.join(Entry(f"{drafter.name}@{address}", "drafter", port, data))
-        template = (
-            ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
-        )
+        template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
         text = Tokenizer.from_str(tokenizer.tokenizer_json)
         orchestrator = Orchestrator(verifier, info, text, template, registry, MemoryBus())
 
@@ -128,9 +128,7 @@ async def _orchestrator(options: argparse.Namespace) -> None:
         await _serve_until_told("orchestrator", options.listen, add, orchestrator_service.NAME)
 
 
-async def _serve_until_told(
-    kind: str, listen: str, add: Callable[[grpc.aio.Server], None], name: str
-) -> None:
+async def _serve_until_told(kind: str, listen: str, add: Callable[[grpc.aio.Server], None], name: str) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new streams and give those that run some time."""
     server, address, health = await start_server(listen, add, [name])
     print(f"{kind}: {address}", flush=True)

@@ -30,17 +30,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         except ActorStopped as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
-    async def GetTokenizer(  # noqa: N802
-        self, request: pb.GetTokenizerRequest, context: Any
-    ) -> pb.GetTokenizerResponse:
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
         files = self._host.tokenizer
         return wire.write_tokenizer(
             wire.TokenizerData(files.tokenizer_json, files.chat_template, dict(files.special_tokens))
         )
 
-    async def GetTensors(  # noqa: N802
-        self, request: pb.GetTensorsRequest, context: Any
-    ) -> AsyncIterator[pb.GetTensorsResponse]:
+    async def GetTensors(self, request: pb.GetTensorsRequest, context: Any) -> AsyncIterator[pb.GetTensorsResponse]:
         for name in request.names:
             try:
                 array = await self._host.shared_tensor(name)

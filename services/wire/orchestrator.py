@@ -1,7 +1,7 @@
 """What travels on ``OrchestratorService``: ``aerie.orchestrator.v1`` <-> plain values of services and clients."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aerie.orchestrator.v1 import orchestrator_pb2 as pb
@@ -21,7 +21,7 @@ class Generate:
 
     prompt: str | tuple[int, ...] | Sequence[Mapping[str, Any]]
     max_tokens: int | None = None
-    sampler: Sampler = Sampler()
+    sampler: Sampler = field(default_factory=Sampler)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
