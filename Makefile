@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup venv demo test verify bench lint clean
+.PHONY: setup venv demo test verify bench lint stubs clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The generated code beside the .proto files; CI runs this and finds no difference.
+stubs: setup
+	cd protos && PATH="$(CURDIR)/$(BIN):$$PATH" "$(CURDIR)/$(BIN)/python" -m grpc_tools.protoc -I . --python_out=. --mypy_out=. \
+		--grpc_python_out=. --mypy_grpc_out=. $$(find aerie -name '*.proto' | sort)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -22,6 +22,7 @@ from services.speculation.messages import (
     Draft,
     Drafted,
     DrafterInfo,
+    DrafterStatus,
     FromDrafter,
     NeedFeatures,
     Observe,
@@ -64,6 +65,7 @@ class _Hosted:
     queued: deque[Observe] = field(default_factory=deque)
     slices: int = 0  # long observes that are not read yet
     waiting: Draft | None = None  # asked for meanwhile
+    asked_at: float = 0.0  # when the newest draft was asked for
     round: int = 0  # the newest that a draft was asked for
     closed: bool = False
     state: DraftSession | None = None
@@ -93,6 +95,7 @@ class DrafterHost(Actor[FromClient | Closed]):
         super().__init__(f"drafter {model.info.name}")
         self.sessions: dict[str, _Hosted] = {}
         self.hung = False
+        self.draft_seconds = 0.0  # running mean of T_draft
         self.info: DrafterInfo = model.info
         self._model = model
         self._observe_rows = compiled.observe if compiled else model.observe
@@ -100,6 +103,10 @@ class DrafterHost(Actor[FromClient | Closed]):
         self._device = device
         self._busy_since: float | None = None
         self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> DrafterStatus:
+        return DrafterStatus(self.info, len(self.sessions), self.draft_seconds)
 
     async def started(self) -> None:
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.name}-watch")
@@ -160,6 +167,7 @@ class DrafterHost(Actor[FromClient | Closed]):
                     self._submit(older, message.session, lambda: self._observe_slice(older), Priority.SLICE)
             case Draft() as draft:
                 older.round = max(older.round, draft.round)
+                older.asked_at = time.perf_counter()
                 if older.slices:
                     # In the class of drafts it would drag a long prompt past the verifier's work.
                     older.waiting = draft
@@ -230,6 +238,7 @@ class DrafterHost(Actor[FromClient | Closed]):
 
     def _draft(self, hosted: _Hosted, draft: Draft) -> FromDrafter:
         """On the device thread: catch up, then grow a tree for the newest round."""
+        queued = time.perf_counter() - hosted.asked_at
         while hosted.queued:
             self._observe_next(hosted)
         start = time.perf_counter()
@@ -240,4 +249,5 @@ class DrafterHost(Actor[FromClient | Closed]):
             return NeedFeatures(draft.session, draft.epoch, draft.round, ((state.length, rows),))
         tree = self._grow(state, hosted.pending, draft.budget)
         seconds, hosted.seconds = hosted.seconds + time.perf_counter() - start, 0.0
-        return Drafted(draft.session, draft.epoch, draft.round, draft.base_len, tree, seconds)
+        self.draft_seconds += (seconds - self.draft_seconds) / 8 if self.draft_seconds else seconds
+        return Drafted(draft.session, draft.epoch, draft.round, draft.base_len, tree, seconds, queued)

@@ -16,24 +16,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer
-
 from kernels import _blas
-from services.drafter.compiled import CompiledDrafting
 from services.drafter.eagle3.config import NO_OVERRIDES, Overrides
-from services.drafter.family import DraftModel, TraceableDraftModel
+from services.drafter.family import DraftModel
 from services.drafter.host import DrafterHost
 from services.drafter.loader import load_chosen
-from services.embedded.ports import LocalDrafterPort, LocalVerifierPort
+from services.embedded.parts import Parts
 from services.orchestrator.generation import Chunk, Done
 from services.orchestrator.service import Orchestrator, Request
 from services.orchestrator.stats import Stats
-from services.orchestrator.text import ChatTemplate
-from services.runtime.bus import MemoryBus
-from services.runtime.device import Priority, device_thread
-from services.runtime.registry import Entry, MemoryRegistry
+from services.runtime.device import device_thread
 from services.speculation.errors import AerieError, Reason, is_integer
-from services.speculation.messages import DrafterInfo, FinishReason, TargetInfo
+from services.speculation.messages import FinishReason, TargetInfo
 from services.speculation.warpers import Sampler
 from services.targets.loader import load_target
 from services.targets.target import Target
@@ -68,12 +62,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.device = device_thread()
-        self.registry = MemoryRegistry()
-        self.bus = MemoryBus()
         self.target: Target
-        self.orchestrator: Orchestrator
-        self.verifier: VerifierHost
-        self.drafters: list[DrafterHost] = []
+        self._parts: Parts
         self._drafting = "auto"  # what a request gets that names no drafter
         self._lock = threading.Lock()
         self._closed = False
@@ -119,67 +109,11 @@ class Engine:
             engine._drafting = "off" if drafter == "off" else "auto"
             info, shared = engine.target.info, engine.target.tensor
             model = engine.on_device(lambda: load_chosen(drafter, info, shared, overrides))
-            engine._call(engine._start(model, kv_bytes))
+            engine._parts = engine._call(Parts.start(engine.target, model, engine.device, kv_bytes))
         except BaseException:
             engine.close()
             raise
         return engine
-
-    async def _start(self, model: TraceableDraftModel | None, kv_bytes: int | None) -> None:
-        target, files = self.target, self.target.tokenizer
-        self.verifier = await self.device.run(lambda: VerifierHost(target, self.device, kv_bytes, self.bus))
-        self.verifier.start()
-        template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
-        self.orchestrator = Orchestrator(
-            LocalVerifierPort(self.verifier),
-            target.info,
-            Tokenizer.from_str(files.tokenizer_json),
-            template,
-            self.registry,
-            self.bus,
-        )
-        if model:
-            self._add_drafter(model, CompiledDrafting(model) if target.info.device == "gpu" else None)
-
-    def _add_drafter(self, model: DraftModel, compiled: CompiledDrafting | None = None) -> None:
-        info: DrafterInfo = model.info
-        self._check_drafter(info)
-        host = DrafterHost(model, self.device, compiled)
-        host.start()
-        host.on_stop(lambda: self._drafter_stopped(host))
-        self.drafters.append(host)
-        data = {"family": info.family, "taps": info.taps, "target_fingerprint": info.target_fingerprint}
-        self.registry.join(Entry(info.name, "drafter", LocalDrafterPort(host), data))
-
-    def _check_drafter(self, info: DrafterInfo) -> None:
-        texts = (info.name, info.family, "" if info.target_fingerprint is None else info.target_fingerprint)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(info.taps, tuple):
-            raise AerieError(Reason.INVALID_ARGUMENT, f"a drafter's name, family, taps or fingerprint: {info!r}")
-        if info.name in ("", "auto", "off"):
-            raise AerieError(Reason.INVALID_ARGUMENT, f"no drafter can be named {info.name!r}")
-        layers = self.target.info.layers
-        if wrong := [tap for tap in info.taps if tap != "final" and not (is_integer(tap) and 0 <= int(tap) <= layers)]:
-            raise AerieError(
-                Reason.CHECKPOINT_INCOMPATIBLE,
-                f"drafter {info.name!r} reads tap {wrong[0]}; the target has 0..{layers}",
-            )
-        if info.name in {entry.name for entry in self.registry.list()}:
-            raise AerieError(Reason.INVALID_ARGUMENT, f"there is a drafter {info.name!r} already")
-
-    def _drafter_stopped(self, host: DrafterHost) -> None:
-        """A drafter that is gone is not offered; one that holds the device lets no session run."""
-        self.registry.leave(host.info.name)
-        self.drafters.remove(host)
-        if not host.hung:
-            return
-        verifier = self.verifier
-        verifier.blocked = f"{host.name} does not answer, and holds the device"
-        verifier.fail_sessions(verifier.blocked)
-
-        def unblock() -> None:
-            verifier.blocked = None
-
-        self.device.submit(lambda: self._loop.call_soon_threadsafe(unblock), Priority.DRAFT)
 
     def add_drafter(self, model: DraftModel) -> None:
         """Host one more drafter; requests name it by ``model.info.name`` or family.
@@ -188,15 +122,24 @@ class Engine:
             AerieError: CHECKPOINT_INCOMPATIBLE, its taps are not the target's; INVALID_ARGUMENT, its name is taken.
         """
 
-        async def add() -> None:
-            self._add_drafter(model)
-            self._drafting = "auto"
-
-        self._call(add())
+        self._call(self._parts.add_drafter(model))
+        self._drafting = "auto"
 
     @property
     def info(self) -> TargetInfo:
         return self.target.info
+
+    @property
+    def orchestrator(self) -> Orchestrator:
+        return self._parts.orchestrator
+
+    @property
+    def verifier(self) -> VerifierHost:
+        return self._parts.verifier
+
+    @property
+    def drafters(self) -> list[DrafterHost]:
+        return self._parts.drafters
 
     def chat_tokens(self, messages: Sequence[dict[str, Any]] | str) -> tuple[int, ...]:
         """Prompt tokens of a conversation, or of one user turn, in the target's chat template.
@@ -325,14 +268,15 @@ class Engine:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        hosts: list[Any] = [*self.drafters, *filter(None, [self.__dict__.get("verifier")])]
+        parts: Parts | None = self.__dict__.get("_parts")
+        hosts: list[Any] = [*parts.drafters, parts.verifier] if parts else []
+        del parts
         _wait(asyncio.run_coroutine_threadsafe(self._stop(), self._loop), "the sessions")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
-        for name in ("orchestrator", "verifier"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("_parts", None)
 
         def free() -> None:
             """Now and on the models' own thread, not whenever the garbage collector comes."""
@@ -348,9 +292,8 @@ class Engine:
             task.cancel()
         if self._running:
             await asyncio.wait(self._running)
-        for host in (*self.drafters, *filter(None, [self.__dict__.get("verifier")])):
-            await host.stop()
-        await asyncio.sleep(0)  # for what is called when they have stopped
+        if parts := self.__dict__.get("_parts"):
+            await parts.stop()
 
     def __getattr__(self, name: str) -> Any:
         if name in _PARTS:
@@ -364,7 +307,7 @@ class Engine:
         self.close()
 
 
-_PARTS = ("target", "orchestrator", "verifier")
+_PARTS = ("target", "_parts")
 """What an engine has between ``load`` and ``close``."""
 
 

@@ -9,7 +9,7 @@ from services.drafter.host import DrafterHost
 from services.runtime.actor import ActorStopped, MailboxFull
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
-    DrafterInfo,
+    DrafterStatus,
     FromDrafter,
     FromVerifier,
     Open,
@@ -74,6 +74,9 @@ class LocalVerifierStream(_LocalStream):
         message: FromVerifier = await super().receive()
         return message
 
+    def acknowledge(self, size: int) -> None:
+        """Within a process history needs no credit: it is there already."""
+
 
 class LocalDrafterStream(_LocalStream):
     def __init__(self, host: DrafterHost) -> None:
@@ -106,8 +109,10 @@ class LocalDrafterPort:
     def __init__(self, host: DrafterHost) -> None:
         self._host = host
 
-    async def info(self) -> DrafterInfo:
-        return self._host.info
+    async def status(self) -> DrafterStatus:
+        if not self._host.alive:
+            raise ActorStopped(f"{self._host.name} has stopped")
+        return self._host.status
 
     def connect(self) -> LocalDrafterStream:
         return LocalDrafterStream(self._host)

@@ -3,38 +3,44 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol
 
+from structlog.contextvars import bound_contextvars
+
+from services.orchestrator.directory import Offer
+from services.orchestrator.drafter_link import DrafterLink
+from services.orchestrator.round_clock import RoundClock
 from services.orchestrator.stats import Stats
 from services.orchestrator.text import TextStream
 from services.runtime.actor import Actor, ActorStopped, log_incident
-from services.runtime.bus import MemoryBus
+from services.runtime.bus import Bus
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
     Drafted,
     FinishReason,
-    FromDrafter,
-    FromVerifier,
-    NeedFeatures,
+    History,
     PortError,
     Prefilled,
-    ToDrafter,
     TokenLogProbs,
     ToVerifier,
     Verdict,
+    Verify,
 )
-from services.speculation.ports import Stream
+from services.speculation.ports import VerifierStream
 from services.speculation.session import (
     Cancel,
-    DrafterLost,
+    DrafterJoined,
+    DraftLate,
     DropDrafter,
     Effect,
     Emit,
     Event,
     Fail,
     Finish,
+    ReopenDrafter,
     Start,
     State,
     StopFound,
@@ -45,7 +51,6 @@ from services.speculation.session import (
 )
 
 log = logging.getLogger(__name__)
-M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -71,32 +76,73 @@ class Done:
     drafter_lost: str | None = None
 
 
-class Generation(Actor[Event]):
+class Supply(Protocol):
+    """Where a session finds its drafters."""
+
+    def pick(self, without: set[Offer]) -> Offer | None:
+        """One that the session may use, or None."""
+        ...
+
+    def gone(self, offer: Offer) -> None:
+        """A stream to this one broke."""
+        ...
+
+    def on_join(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` when a drafter joins; calling what is returned takes that back."""
+        ...
+
+
+@dataclass(frozen=True)
+class _FromLink:
+    """An event of a drafter's link; those of a link that is closed count for nothing."""
+
+    link: DrafterLink
+    event: Event
+
+
+@dataclass(frozen=True)
+class _DrafterThere:
+    """A drafter has joined: maybe this session wants it."""
+
+
+Mail = Event | _FromLink | _DrafterThere
+
+
+class Generation(Actor[Mail]):
     """Runs one session to its end.
 
     Args:
         state: The machine's initial state.
-        verifier, drafter: Open streams; no drafter is plain decoding.
+        verifier: An open stream.
+        offer: The drafter that ``state.feed`` is for; None is plain decoding.
+        supply: Where other drafters come from; None when none is wanted.
         text: Collects tokens into text.
-        bus: Receives one ``round.committed`` a round.
+        bus: Receives the session's events.
     """
 
     def __init__(
         self,
         state: State,
-        verifier: Stream[ToVerifier, FromVerifier],
-        drafter: Stream[ToDrafter, FromDrafter] | None,
+        verifier: VerifierStream,
+        offer: Offer | None,
+        supply: Supply | None,
         text: TextStream,
-        bus: MemoryBus,
+        bus: Bus,
     ) -> None:
         super().__init__(f"session {state.open.session}")
         self._state = state
-        self._verifier, self._drafter = verifier, drafter
+        self._verifier = verifier
+        self._offer = offer
+        self._supply = supply
+        self._link: DrafterLink | None = None
+        self._tried: set[Offer] = set()
         self._text = text
         self._bus = bus
         self._stats = Stats(prompt_tokens=state.open.prompt_len)
+        self._clock = RoundClock(state.open.session, bus)
         self._out: asyncio.Queue[Chunk | Done | AerieError] = asyncio.Queue()
-        self._readers: list[asyncio.Task[None]] = []
+        self._reader: asyncio.Task[None] | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
         self._lost: str | None = None
 
     async def chunks(self) -> AsyncIterator[Chunk | Done]:
@@ -105,13 +151,18 @@ class Generation(Actor[Event]):
         Raises:
             AerieError: The session was refused or failed.
         """
-        self.start()
+        ended = "cancelled"
+        with bound_contextvars(session=self._state.open.session):  # its logs name it
+            self.start()
         self.on_stop(lambda: self._out.put_nowait(AerieError(Reason.INTERNAL, "the session's actor stopped")))
         try:
             while True:
                 item = await self._out.get()
                 if isinstance(item, AerieError):
+                    ended = "error"
                     raise item
+                if isinstance(item, Done):
+                    ended = item.finish_reason
                 yield item
                 if isinstance(item, Done):
                     return
@@ -119,79 +170,101 @@ class Generation(Actor[Event]):
             try:
                 await self.stop()
             finally:  # here, not in ``stopped``: an actor that is cancelled before it runs has no end
-                for stream in (self._verifier, self._drafter):
-                    if stream:
-                        await stream.close()
+                if self._link:
+                    await self._link.close()
+                await self._verifier.close()
+                self._publish_end(ended)
 
     async def started(self) -> None:
-        self._read(self._verifier, lambda message: message, VerifierLost)
-        if self._drafter:
-            self._read(self._drafter, _from_drafter, DrafterLost)
-        await self.handle(Start())
+        self._reader = asyncio.create_task(self._read_verifier(), name=f"{self.name} reader")
+        if self._supply:
+            self._unsubscribe = self._supply.on_join(lambda: self._hear(_DrafterThere()))
+        if self._offer:
+            self._connect(self._offer)
+        drafter = self._offer.name if self._offer else "off"
+        self._bus.publish(
+            "session.opened",
+            session=self._state.open.session,
+            prompt_tokens=self._state.open.prompt_len,
+            drafter=drafter,
+        )
+        await self._feed(Start())
 
     async def stopped(self) -> None:
-        for reader in self._readers:
-            reader.cancel()
+        self._unsubscribe()
+        if self._reader:
+            self._reader.cancel()
         if self._state.phase != "finished":
             self._state, _ = apply(self._state, Cancel())
 
-    async def handle(self, message: Event) -> None:
-        before = self._state
-        self._state, effects = apply(before, message)
-        if self._state is not before:  # messages of other rounds, or after the end, count for nothing
-            self._count(message, before.pending)
-        for effect in effects:
-            await self._perform(effect)
-
-    def _count(self, message: Event, pending: int) -> None:
+    async def handle(self, message: Mail) -> None:
         match message:
-            case Prefilled():
-                self._stats.on_prefilled(message)
-            case Drafted() if self._state.drafting:  # else its tree was none
-                self._stats.on_drafted(message, pending)
-            case Verdict():
-                self._stats.on_verdict(message)
-                self._bus.publish("round.committed", session=message.session, tokens=len(message.tokens))
+            case _FromLink():
+                if message.link is self._link:
+                    await self._feed(message.event)
+            case _DrafterThere():
+                await self._seek()
+            case _:
+                await self._feed(message)
 
-    async def on_error(self, message: Event, error: Exception) -> None:
+    async def on_error(self, message: Mail, error: Exception) -> None:
         # Not an event: the machine may have finished already, with its end not yet told.
         self._out.put_nowait(AerieError(Reason.INTERNAL, log_incident(log, f"{self.name} failed", error)))
 
-    def _read(self, stream: Stream[Any, M], event_of: Callable[[M], Event], lost: Callable[[str], Event]) -> None:
-        """Bring what a stream delivers to the mailbox, and its end, however it comes."""
+    async def _feed(self, event: Event) -> None:
+        before = self._state
+        self._state, effects = apply(before, event)
+        if self._state is not before:  # messages of other rounds, or after the end, count for nothing
+            self._count(event, before)
+        for effect in effects:
+            await self._perform(effect)
+        if isinstance(event, History):
+            if self._link:
+                self._link.acknowledge(event.features.nbytes)
+            else:
+                self._verifier.acknowledge(event.features.nbytes)
 
-        async def pump() -> None:
-            with contextlib.suppress(ActorStopped):  # this actor's own end
-                try:
-                    while True:
-                        self.post(event_of(await stream.receive()))
-                except ConnectionError as error:
-                    self.post(lost(str(error)))
-                except Exception as error:
-                    self.post(lost(log_incident(log, f"a stream of {self.name} failed", error)))
+    def _count(self, event: Event, before: State) -> None:
+        match event:
+            case Prefilled():
+                self._stats.on_prefilled(event)
+            case Drafted() if before.phase == "drafting" and self._state.feed and self._link:  # else its tree was none
+                self._stats.on_drafted(event, before.pending, self._link.draft_wait)
+                self._clock.on_drafted(event, self._link.draft_wait)
+            case DraftLate():
+                self._stats.late_rounds += 1
+                self._clock.late = True
+            case Verdict():
+                self._stats.on_verdict(event, self._clock.verify_wait)
+                self._stats.fallback_rounds += self._clock.attached and not before.drafted
+                self._clock.on_verdict(event, before.drafted)
 
-        self._readers.append(asyncio.create_task(pump(), name=f"{self.name} reader"))
+    async def _read_verifier(self) -> None:
+        """Bring what the verifier sends to the mailbox, and its end, however it comes."""
+        with contextlib.suppress(ActorStopped):  # this actor's own end
+            try:
+                while True:
+                    self.post(await self._verifier.receive())
+            except ConnectionError as error:
+                self.post(VerifierLost(str(error)))
+            except Exception as error:
+                self.post(VerifierLost(log_incident(log, f"a stream of {self.name} failed", error)))
 
     async def _perform(self, effect: Effect) -> None:
         match effect:
             case ToVerifierEffect():
-                try:
-                    await self._verifier.send(effect.message)
-                except ConnectionError as error:
-                    await self.handle(VerifierLost(str(error)))
-                except AerieError as error:
-                    await self.handle(PortError(effect.message.session, error.reason, error.message))
-            case ToDrafterEffect() if self._drafter:
-                try:
-                    await self._drafter.send(effect.message)
-                except (ConnectionError, AerieError) as error:
-                    await self.handle(DrafterLost(str(error)))
+                await self._send(effect.message)
+            case ToDrafterEffect() if self._link:
+                self._link.send(effect.message)
+            case ReopenDrafter():
+                log.info("the drafter is primed again: %s", effect.message)
+                if self._link:
+                    offer = self._link.offer
+                    self._bus.publish("drafter.resynced", drafter=offer.name, session=self._state.open.session)
+                    await self._disconnect()
+                    self._connect(offer)
             case DropDrafter():
-                log.warning("plain decoding goes on: %s", effect.message)
-                self._lost = effect.message
-                if self._drafter:
-                    lost, self._drafter = self._drafter, None
-                    await lost.close()
+                await self._drop(effect.message)
             case Emit():
                 await self._emit(effect)
             case Finish():
@@ -200,6 +273,53 @@ class Generation(Actor[Event]):
                 self._finish(effect.reason)
             case Fail():
                 self._out.put_nowait(AerieError(effect.reason, effect.message))
+
+    async def _send(self, message: ToVerifier) -> None:
+        if isinstance(message, Verify):
+            self._clock.on_verify(message, attached=self._state.feed is not None)
+        try:
+            await self._verifier.send(message)
+        except ConnectionError as error:
+            await self._feed(VerifierLost(str(error)))
+        except AerieError as error:
+            await self._feed(PortError(message.session, error.reason, error.message))
+
+    async def _drop(self, message: str) -> None:
+        """The drafter is lost to this session: plain decoding goes on until another one is there."""
+        log.warning("plain decoding goes on: %s", message)
+        self._lost = message
+        if self._link is None:
+            return
+        offer, broken = self._link.offer, self._link.broken
+        self._bus.publish("drafter.lost", drafter=offer.name, session=self._state.open.session, message=message)
+        self._tried.add(offer)
+        await self._disconnect()
+        if broken and self._supply:
+            self._supply.gone(offer)
+        self._hear(_DrafterThere())  # another one may be there already
+
+    async def _seek(self) -> None:
+        """Attach a drafter, if the session wants one and one is there."""
+        if self._supply is None or self._link or not self._state.wants_drafter:
+            return
+        if offer := self._supply.pick(self._tried):
+            self._connect(offer)
+            self._bus.publish("drafter.attached", drafter=offer.name, session=self._state.open.session)
+            await self._feed(DrafterJoined(offer.info.taps))
+
+    def _connect(self, offer: Offer) -> None:
+        self._link = link = DrafterLink(
+            offer, lambda event: self._hear(_FromLink(link, event)), self._verifier.acknowledge
+        )
+
+    async def _disconnect(self) -> None:
+        if self._link:
+            link, self._link = self._link, None
+            await link.close()
+
+    def _hear(self, mail: Mail) -> None:
+        with contextlib.suppress(ActorStopped):  # this actor's own end
+            self.post(mail)
 
     async def _emit(self, emit: Emit) -> None:
         delta = self._text.push(emit.tokens)
@@ -214,17 +334,19 @@ class Generation(Actor[Event]):
             # The round ended the sequence anyway; its Finish follows with another reason.
             self._finish("stop")
             return
-        await self.handle(StopFound(length))
+        await self._feed(StopFound(length))
 
     def _finish(self, reason: FinishReason) -> None:
         self._out.put_nowait(Done(reason, self._state.open.seed, self._stats.snapshot(), self._lost))
 
-
-def _from_drafter(message: object) -> Event:
-    """The verifier alone decides a session's fate: whatever else comes from a drafter only ends its drafting."""
-    match message:
-        case Drafted() | NeedFeatures():
-            return message
-        case PortError():
-            return DrafterLost(f"{message.reason}: {message.message}")
-    return DrafterLost(f"the drafter sent a {type(message).__name__}")
+    def _publish_end(self, reason: str) -> None:
+        stats, now = self._stats, time.perf_counter()
+        self._bus.publish(
+            "session.finished",
+            session=self._state.open.session,
+            reason=reason,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            first_token_seconds=stats.first_token - stats.started if stats.first_token else None,
+            seconds=now - stats.started,
+        )

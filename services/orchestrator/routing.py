@@ -1,9 +1,10 @@
 """Which drafter serves a session, and how large its trees may be."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from services.runtime.registry import Entry, MemoryRegistry
+from services.orchestrator.directory import Directory, Offer
 from services.speculation.errors import AerieError, Reason, check_integers
 from services.speculation.growth import Budget
 from services.speculation.messages import TargetInfo
@@ -43,23 +44,26 @@ class TreeOptions:
         return replace(PRESETS[target.device], **{name: value for name, value in fields.items() if value is not None})
 
 
-def pick_drafter(registry: MemoryRegistry, wanted: str, target: TargetInfo) -> Entry | None:
-    """The drafter for a session: ``auto``, ``off``, a family or a name.
+def pick_drafter(directory: Directory, wanted: str, without: Collection[Offer] = ()) -> Offer | None:
+    """The drafter for a session: ``auto``, ``off``, a family, a drafter's name or an instance's.
+
+    Of the instances of one drafter it is the one with the fewest sessions.
+
+    Args:
+        directory: Who serves.
+        wanted: What the request asks for.
+        without: Those that are not considered.
 
     Raises:
         AerieError: DRAFTER_UNAVAILABLE when one is asked for by name or family and none serves.
     """
     if wanted == "off":
         return None
-    entries = [e for e in registry.list("drafter") if _fits(e, target)]
+    offers = [offer for offer in directory.offers.values() if offer not in without]
+    fitting = [o for o in offers if wanted in ("auto", o.name, o.info.name, o.info.family)]
+    if fitting:
+        return min(fitting, key=lambda offer: (offer.info.name, offer.load, offer.name))
     if wanted == "auto":
-        return entries[0] if entries else None
-    for entry in entries:
-        if wanted in (entry.name, entry.data["family"]):
-            return entry
-    served = ", ".join(e.name for e in entries) or "none"
-    raise AerieError(Reason.DRAFTER_UNAVAILABLE, f"no drafter {wanted!r} serves this target (there: {served})")
-
-
-def _fits(entry: Entry, target: TargetInfo) -> bool:
-    return entry.data.get("target_fingerprint") in (None, target.weights_fingerprint)
+        return None
+    there = ", ".join(sorted({offer.info.name for offer in offers})) or "none"
+    raise AerieError(Reason.DRAFTER_UNAVAILABLE, f"no drafter {wanted!r} serves this target (there: {there})")

@@ -1,29 +1,41 @@
 """The orchestrator: turns requests into sessions on a verifier and, where one fits, a drafter."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from services.orchestrator.directory import Directory, Gone, Offer
 from services.orchestrator.generation import Chunk, Done, Generation
 from services.orchestrator.routing import TreeOptions, pick_drafter
 from services.orchestrator.text import ChatTemplate, TextStream
-from services.runtime.bus import MemoryBus
-from services.runtime.registry import Entry, MemoryRegistry
+from services.runtime.actor import ActorStopped
+from services.runtime.bus import Bus
 from services.speculation.errors import AerieError, Reason, check_integers, is_integer
+from services.speculation.feed import Feed
 from services.speculation.messages import Open, TargetInfo
 from services.speculation.ports import VerifierPort
 from services.speculation.session import State
 from services.speculation.warpers import Sampler
 
 log = logging.getLogger(__name__)
-MAX_SESSIONS = 256
-"""Sessions that run at once; more wait for their turn."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sessions that run at once, and those that wait for their turn; more are refused."""
+
+    sessions: int = 256
+    queue: int = 1024
+
+
+DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -83,8 +95,9 @@ class Orchestrator:
         info: What ``verifier.info()`` says.
         tokenizer: The target's, from ``tokenizer.json``.
         template: Its chat template, or None.
-        registry: Where drafters join and leave.
-        bus: Where rounds are published.
+        directory: Knows the drafters.
+        bus: Where events are published.
+        limits: How many sessions run, and how many wait.
     """
 
     def __init__(
@@ -93,17 +106,21 @@ class Orchestrator:
         info: TargetInfo,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        registry: MemoryRegistry,
-        bus: MemoryBus,
+        directory: Directory,
+        bus: Bus,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
         self._verifier = verifier
         self._template = template
-        self._registry = registry
+        self.directory = directory
         self._bus = bus
         self._warned = False
-        self._turns = asyncio.Semaphore(MAX_SESSIONS)
+        self._limits = limits
+        self._turns = asyncio.Semaphore(limits.sessions)
+        self.running = 0
+        self.waiting = 0
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, special tokens recognised, as the tokenizer's own post-processor adds them."""
@@ -127,7 +144,7 @@ class Orchestrator:
         """
         request.check()
         request.tree.budget(self.info)
-        async with self._turns:
+        async with self._turn():
             chunks = self._session(request).chunks()
             try:
                 async for item in chunks:
@@ -135,8 +152,26 @@ class Orchestrator:
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
 
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if self._turns.locked() and self.waiting >= self._limits.queue:
+            self._bus.publish("session.refused", reason=Reason.RESOURCE_EXHAUSTED)
+            message = f"{self.running} sessions run and {self.waiting} wait: try again later"
+            raise AerieError(Reason.RESOURCE_EXHAUSTED, message)
+        self.waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._turns.release()
+
     def _session(self, request: Request) -> Generation:
-        entry = self._pick(request.drafter)
+        offer = self._pick(request.drafter)
         seed = secrets.randbits(64) if request.seed is None else request.seed
         opened = Open(
             session=uuid.uuid4().hex,
@@ -148,20 +183,42 @@ class Orchestrator:
             eos_ids=self.info.eos_ids,
             ignore_eos=request.ignore_eos,
             top_logprobs=None if request.top_logprobs is None else int(request.top_logprobs),
-            taps=entry.data["taps"] if entry else (),
+            taps=offer.info.taps if offer else (),
         )
-        budget = request.tree.budget(self.info)
+        budget, feed = request.tree.budget(self.info), Feed.from_start(opened) if offer else None
         return Generation(
-            State(opened, self.info.context_length, budget, drafting=entry is not None),
+            State(opened, self.info.context_length, budget, feed),
             self._verifier.connect(),
-            entry.port.connect() if entry else None,
+            offer,
+            None if request.drafter == "off" else _Supply(self.directory, request.drafter),
             TextStream(self.tokenizer, request.stop),
             self._bus,
         )
 
-    def _pick(self, wanted: str) -> Entry | None:
-        entry = pick_drafter(self._registry, wanted, self.info)
-        if entry is None and wanted == "auto" and not self._warned:
+    def _pick(self, wanted: str) -> Offer | None:
+        offer = pick_drafter(self.directory, wanted)
+        if offer is None and wanted == "auto" and not self._warned:
             self._warned = True
             log.warning("no drafter fits the target: decoding plainly")
-        return entry
+        return offer
+
+
+@dataclass(frozen=True)
+class _Supply:
+    """The drafters that a request may have."""
+
+    directory: Directory
+    wanted: str
+
+    def pick(self, without: Collection[Offer]) -> Offer | None:
+        try:
+            return pick_drafter(self.directory, self.wanted, without)
+        except AerieError:
+            return None
+
+    def gone(self, offer: Offer) -> None:
+        with contextlib.suppress(ActorStopped):
+            self.directory.post(Gone(offer))
+
+    def on_join(self, listener: Callable[[], None]) -> Callable[[], None]:
+        return self.directory.on_join(listener)

@@ -5,40 +5,36 @@ from typing import Any
 
 from aerie.orchestrator.v1 import orchestrator_pb2 as pb
 from aerie.orchestrator.v1 import orchestrator_pb2_grpc
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from services.orchestrator.generation import Done
 from services.orchestrator.routing import TreeOptions
 from services.orchestrator.service import Orchestrator, Request
-from services.speculation.errors import AerieError, Reason
+from services.runtime.gate import Gate
 from services.wire import orchestrator as wire
 
 NAME = pb.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 
-_CODES = {
-    Reason.INVALID_ARGUMENT: code_pb2.INVALID_ARGUMENT,
-    Reason.PROMPT_EMPTY: code_pb2.INVALID_ARGUMENT,
-    Reason.PROMPT_TOO_LONG: code_pb2.OUT_OF_RANGE,
-    Reason.RESOURCE_EXHAUSTED: code_pb2.RESOURCE_EXHAUSTED,
-    Reason.DRAFTER_UNAVAILABLE: code_pb2.FAILED_PRECONDITION,
-    Reason.ENGINE_CLOSED: code_pb2.UNAVAILABLE,
-}
-
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """Serves one orchestrator."""
+    """Serves one orchestrator.
 
-    def __init__(self, orchestrator: Orchestrator) -> None:
+    Args:
+        orchestrator: Runs the sessions.
+        gate: Refuses new ones once it is closed.
+    """
+
+    def __init__(self, orchestrator: Orchestrator, gate: Gate) -> None:
         self._orchestrator = orchestrator
+        self._gate = gate
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        try:
-            async for item in self._orchestrator.generate(self._request(wire.read_generate(request))):
-                yield _write(item)
-        except AerieError as error:
-            await context.abort_with_status(rich_status(error))
+        async with self._gate.enter(context):
+            items = self._orchestrator.generate(self._request(wire.read_generate(request)))
+            try:
+                async for item in items:
+                    yield _write(item)
+            finally:
+                await items.aclose()  # type: ignore[attr-defined]
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         info = self._orchestrator.info
@@ -48,6 +44,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             context_length=info.context_length,
             vocab_size=info.vocab_size,
         )
+
+    async def ListDrafters(self, request: pb.ListDraftersRequest, context: Any) -> pb.ListDraftersResponse:
+        directory = self._orchestrator.directory
+        offers = [wire.DrafterLine(o.name, o.address, o.status, o.load) for o in directory.offers.values()]
+        return wire.write_drafters(offers, directory.unfit)
 
     def _request(self, asked: wire.Generate) -> Request:
         prompt, orchestrator = asked.prompt, self._orchestrator
@@ -76,11 +77,3 @@ def _write(item: Any) -> pb.GenerateResponse:
         usage, stats = item.stats.usage(), item.stats.report()
         return wire.write_done(wire.DoneMessage(item.finish_reason, item.seed, usage, stats, item.drafter_lost))
     return wire.write_chunk(item.text, item.tokens, item.depths, item.log_probs)
-
-
-def rich_status(error: AerieError) -> Any:
-    """The gRPC status of a refusal, its reason in ``google.rpc.ErrorInfo``."""
-    detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="aerie"))
-    code = _CODES.get(error.reason, code_pb2.INTERNAL)
-    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=[detail]))

@@ -17,6 +17,10 @@ class Stats:
         started, first_token, last_token: ``time.perf_counter`` marks.
         prefill_seconds: ``Open`` to first token on the verifier.
         draft_seconds, verify_seconds: Compute reported by drafter and verifier; priming is drafting.
+        queue_seconds: Waits for their devices, reported by both.
+        network_seconds: What is left between a message and its answer.
+        fallback_rounds: Rounds of one node although a drafter was attached.
+        late_rounds: Those of them whose draft came too late.
         accepted: Of each round, the drafts that were accepted.
         wrong_roots: Trees that did not start from the pending token, and were not verified.
     """
@@ -31,6 +35,10 @@ class Stats:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    network_seconds: float = 0.0
+    fallback_rounds: int = 0
+    late_rounds: int = 0
     accepted: list[int] = field(default_factory=list)
     wrong_roots: int = 0
 
@@ -39,18 +47,25 @@ class Stats:
         self.prefill_seconds = message.seconds
         self.completion_tokens = 1
 
-    def on_drafted(self, message: Drafted, pending: int) -> None:
-        """A tree that should start from the token ``pending``."""
+    def on_drafted(self, message: Drafted, pending: int, wait: float) -> None:
+        """A tree that should start from the token ``pending``, ``wait`` seconds after it was asked for."""
         self.draft_seconds += message.seconds
+        self._on_answer(message.seconds, message.queue_seconds, wait)
         self.drafted_rounds += 1
         self.wrong_roots += int(message.tree.tokens[0] != pending)
 
-    def on_verdict(self, message: Verdict) -> None:
+    def on_verdict(self, message: Verdict, wait: float) -> None:
+        """A verdict, ``wait`` seconds after its tree was sent."""
+        self._on_answer(message.seconds, message.queue_seconds, wait)
         self.last_token = time.perf_counter()
         self.rounds += 1
         self.verify_seconds += message.seconds
         self.completion_tokens += len(message.tokens)
         self.accepted.append(len(message.tokens) - 1)
+
+    def _on_answer(self, seconds: float, queued: float, wait: float) -> None:
+        self.queue_seconds += queued
+        self.network_seconds += max(0.0, wait - seconds - queued)
 
     def snapshot(self) -> "Stats":
         """A copy that later messages do not change."""
@@ -93,4 +108,8 @@ class Stats:
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
             "overhead_seconds": overhead,
+            "queue_seconds": self.queue_seconds,
+            "network_seconds": self.network_seconds,
+            "fallback_rounds": self.fallback_rounds,
+            "late_rounds": self.late_rounds,
         }

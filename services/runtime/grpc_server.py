@@ -1,18 +1,12 @@
 """What every gRPC service stands on: options, health, reflection, and the bridge from a stream to an actor."""
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.runtime.actor import Actor, ActorStopped, MailboxFull
 from services.speculation.errors import AerieError, Reason
-from services.speculation.messages import PortError
 
 MESSAGE_BYTES = 16 * 2**20
 """Largest message, on both sides; features travel in slices far below it."""
@@ -25,64 +19,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),  # two servers must not share a port silently
 )
-
-Reply = Callable[[Any], None]
-
-
-@dataclass(frozen=True)
-class Bridge:
-    """How one kind of service turns a stream's messages into an actor's, and back.
-
-    Attributes:
-        read: Request -> message; raises AerieError.
-        write: Message -> response.
-        envelope: (message, reply) -> what the actor is told.
-        closing: (session, reply) -> what it is told at the end of the stream.
-    """
-
-    read: Callable[[Any], Any]
-    write: Callable[[Any], Any]
-    envelope: Callable[[Any, Reply], Any]
-    closing: Callable[[str, Reply], Any]
-
-    async def run(self, host: Actor[Any], requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
-        """Responses of one stream, until its requests end or it is abandoned. Its end is the end of its sessions.
-
-        Raises:
-            ActorStopped: The actor has stopped.
-        """
-        inbox: asyncio.Queue[Any] = asyncio.Queue()
-        reply = inbox.put_nowait  # the stream's identity, too
-        sessions: set[str] = set()
-
-        async def listen() -> None:
-            try:
-                async for request in requests:
-                    sessions.add(request.session)
-                    try:
-                        host.tell(self.envelope(self.read(request), reply))
-                    except MailboxFull as error:
-                        reply(PortError(request.session, Reason.RESOURCE_EXHAUSTED, str(error)))
-                    except AerieError as error:
-                        reply(PortError(request.session, error.reason, error.message))
-            except ActorStopped:
-                pass  # the callback below says so
-            finally:
-                reply(None)
-
-        unsubscribe = host.on_stop(lambda: reply(None))
-        listener = asyncio.create_task(listen(), name=f"{host.name} listener")
-        try:
-            while (message := await inbox.get()) is not None:
-                yield self.write(message)
-            if not host.alive:
-                raise ActorStopped(f"{host.name} has stopped")
-        finally:
-            listener.cancel()
-            unsubscribe()
-            with contextlib.suppress(ActorStopped):
-                for session in sessions:
-                    host.post(self.closing(session, reply))
 
 
 async def start_server(

@@ -58,6 +58,15 @@ class DrafterInfo:
     parameters: int
 
 
+@dataclass(frozen=True)
+class DrafterStatus:
+    """A drafter now: the sessions it holds, and the running mean of ``T_draft`` in seconds."""
+
+    info: DrafterInfo
+    sessions: int = 0
+    draft_seconds: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class Features:
     """Hidden states at a drafter's taps for positions ``base .. base + rows``.
@@ -72,6 +81,16 @@ class Features:
 
     def __len__(self) -> int:
         return len(next(iter(self.rows.values()))) if self.rows else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows.values())
+
+    def at(self, taps: tuple[Tap, ...]) -> "Features":
+        """These taps alone. Raises KeyError: one is not there."""
+        if self.rows.keys() == set(taps):
+            return self
+        return Features(self.base, {tap: self.rows[tap] for tap in taps})
 
 
 @dataclass(frozen=True)
@@ -121,6 +140,19 @@ class Truncate:
     length: int
 
 
+@dataclass(frozen=True)
+class Attach:
+    """Between two rounds: later verdicts carry these taps, and their history follows as ``History`` (none: neither).
+
+    ``number`` counts a session's attachments from 1 and comes back with each slice; 0 is what ``Open`` asked for.
+    """
+
+    session: str
+    epoch: int
+    number: int
+    taps: tuple[Tap, ...]
+
+
 # From the verifier ----------------------------------------------------------------------------------------
 
 
@@ -138,17 +170,24 @@ class Prefilled:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """A slice of prompt features, ready for ``Observe``: ``tokens`` are those at positions base+1 .. ."""
+    """A slice of features before the verdicts' own, ready for ``Observe``: ``tokens`` are those at base+1 .. .
+
+    ``number`` is that of the ``Attach`` it answers, 0 for ``Open``.
+    """
 
     session: str
     epoch: int
     features: Features
     tokens: tuple[int, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """Outcome of a round: ``tokens`` are the accepted drafts and the bonus; features cover the accepted path."""
+    """Outcome of a round: ``tokens`` are the accepted drafts and the bonus; features cover the accepted path.
+
+    ``seconds`` is ``T_verify``, ``queue_seconds`` the wait for a batch before it.
+    """
 
     session: str
     epoch: int
@@ -160,6 +199,7 @@ class Verdict:
     features: Features
     seconds: float
     log_probs: tuple[TokenLogProbs, ...] = ()
+    queue_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -170,6 +210,29 @@ class PortError:
     reason: Reason
     message: str
     expected: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class SessionSummary:
+    """One session as ``ListSessions`` shows it.
+
+    Attributes:
+        session, epoch, round: Which, and its next round.
+        committed: Tokens, the prompt and the pending one included.
+        kv_bytes: Of its cache.
+        feature_bytes: Of history that its orchestrator has not passed on yet.
+        age_seconds: Since it was opened.
+        state: What it waits for: its prompt, its client, or the device.
+    """
+
+    session: str
+    epoch: int
+    round: int
+    committed: int
+    kv_bytes: int
+    feature_bytes: int
+    age_seconds: float
+    state: Literal["prefill", "idle", "verifying"]
 
 
 # To the drafter -------------------------------------------------------------------------------------------
@@ -212,7 +275,7 @@ class Draft:
 
 @dataclass(frozen=True, eq=False)
 class Drafted:
-    """A tree whose root is the pending token, and the seconds it took (``T_draft``)."""
+    """A tree whose root is the pending token, the seconds it took (``T_draft``) and those that it waited before."""
 
     session: str
     epoch: int
@@ -220,6 +283,7 @@ class Drafted:
     base_len: int
     tree: DraftTree
     seconds: float
+    queue_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -232,7 +296,7 @@ class NeedFeatures:
     ranges: tuple[tuple[int, int], ...] = field(default=())
 
 
-ToVerifier = Open | Verify | Truncate
+ToVerifier = Open | Verify | Truncate | Attach
 FromVerifier = Prefilled | History | Verdict | PortError
 ToDrafter = OpenDraft | Observe | Draft
 FromDrafter = Drafted | NeedFeatures | PortError

@@ -2,7 +2,7 @@
 
 from typing import Generic, Protocol, TypeVar
 
-from services.speculation.messages import DrafterInfo, FromDrafter, FromVerifier, TargetInfo, ToDrafter, ToVerifier
+from services.speculation.messages import DrafterStatus, FromDrafter, FromVerifier, TargetInfo, ToDrafter, ToVerifier
 
 Out = TypeVar("Out", contravariant=True)
 In = TypeVar("In", covariant=True)
@@ -33,17 +33,29 @@ class Stream(Protocol, Generic[Out, In]):
         ...
 
 
+class VerifierStream(Stream[ToVerifier, FromVerifier], Protocol):
+    """A session's stream to a verifier, whose ``History`` is sent by credit."""
+
+    def acknowledge(self, size: int) -> None:
+        """``size`` bytes of history have gone on to a drafter: as much more may come."""
+        ...
+
+
 class VerifierPort(Protocol):
     """A verifier service."""
 
-    async def info(self) -> TargetInfo: ...
+    async def info(self) -> TargetInfo:
+        """Raises ConnectionError: It is not there."""
+        ...
 
-    def connect(self) -> Stream[ToVerifier, FromVerifier]: ...
+    def connect(self) -> VerifierStream: ...
 
 
 class DrafterPort(Protocol):
     """A drafter service."""
 
-    async def info(self) -> DrafterInfo: ...
+    async def status(self) -> DrafterStatus:
+        """Raises ConnectionError: It is not there, or takes no sessions."""
+        ...
 
     def connect(self) -> Stream[ToDrafter, FromDrafter]: ...

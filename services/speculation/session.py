@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.speculation.errors import AerieError, Reason
+from services.speculation.feed import Feed
 from services.speculation.growth import Budget
 from services.speculation.messages import (
+    Attach,
     Draft,
     Drafted,
     FinishReason,
     History,
     NeedFeatures,
-    Observe,
     Open,
-    OpenDraft,
     PortError,
     Prefilled,
+    Tap,
     ToDrafter,
     TokenLogProbs,
     ToVerifier,
@@ -40,10 +41,31 @@ class Start:
 
 
 @dataclass(frozen=True)
-class DrafterLost:
-    """The drafter's stream ended, or its deadline passed."""
+class DraftLate:
+    """The draft of this round has not come in time."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class DrafterBehind:
+    """The drafter says that it lacks rows: what it was sent and what it has read differ."""
 
     message: str
+
+
+@dataclass(frozen=True)
+class DrafterLost:
+    """The drafter's stream ended, or it is not waited for any longer."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class DrafterJoined:
+    """A drafter serves this session from the next round on, over an open stream of its own."""
+
+    taps: tuple[Tap, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,10 @@ Event = (
     | Drafted
     | NeedFeatures
     | PortError
+    | DraftLate
+    | DrafterBehind
     | DrafterLost
+    | DrafterJoined
     | VerifierLost
     | Cancel
     | StopFound
@@ -98,6 +123,13 @@ class DropDrafter:
 
 
 @dataclass(frozen=True)
+class ReopenDrafter:
+    """Give the same drafter a fresh stream: it is primed again from the next round on."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class Emit:
     """New committed tokens. ``depths[i]`` is the tree depth token i was accepted at, 0 for a bonus token."""
 
@@ -117,7 +149,10 @@ class Fail:
     message: str
 
 
-Effect = ToVerifierEffect | ToDrafterEffect | DropDrafter | Emit | Finish | Fail
+Effect = ToVerifierEffect | ToDrafterEffect | DropDrafter | ReopenDrafter | Emit | Finish | Fail
+
+MAX_RESYNCS = 3
+"""A drafter that falls behind more often in one session is given up."""
 
 
 def token_limit(request: Open, context_length: int) -> int:
@@ -133,7 +168,10 @@ class State:
         open: The request; its ``epoch`` and ``prompt_len`` hold for the session's life.
         context_length: Most positions that the target has.
         budget: The tree budget while a drafter is attached.
-        drafting: A drafter is attached.
+        feed: The attached drafter, if there is one.
+        joining: Taps to attach before the next round: of a drafter that joins, or none when one has left.
+        attachments: How many there have been, counted from ``Open``.
+        resyncs: How often the drafter has been primed again.
         phase: What the session waits for.
         round: Number of the current or next round.
         committed: Committed tokens, the pending one included.
@@ -144,12 +182,20 @@ class State:
     open: Open
     context_length: int
     budget: Budget
-    drafting: bool
+    feed: Feed | None = None
+    joining: tuple[Tap, ...] | None = None
+    attachments: int = 0
+    resyncs: int = 0
     phase: Phase = "prefilling"
     round: int = 0
     committed: int = 0
     pending: int = -1
     drafted: bool = False
+
+    @property
+    def wants_drafter(self) -> bool:
+        """A drafter may join."""
+        return self.phase != "finished" and self.feed is None and not self.joining
 
     @property
     def max_depth(self) -> int:
@@ -166,24 +212,26 @@ def apply(state: State, event: Event) -> Step:
         return state, ()
     match event:
         case Start() if state.phase == "prefilling":
-            return _start(state)
+            opened = tuple(ToDrafterEffect(feed.open(state.open)) for feed in _fed(state))
+            return state, (ToVerifierEffect(state.open), *opened)
         case Prefilled() if state.phase == "prefilling":
             state = replace(state, committed=len(state.open.tokens) + 1, pending=event.token)
             emit = Emit((event.token,), (0,), event.log_probs)
             return _finish(state, event.finish, emit) if event.finish else _next_round(state, emit)
-        case History():
-            observe = Observe(state.open.session, state.open.epoch, event.features, event.tokens)
-            return state, ((ToDrafterEffect(observe),) if state.drafting else ())
-        case Drafted() if state.phase == "drafting" and _is_current(state, event):
-            try:
-                check_tree(event.tree)
-            except AerieError as error:
-                return _lose_drafter(state, f"the drafter sent no tree: {error.message}")
-            return _verify(state, event.tree)
-        case NeedFeatures() if state.phase == "drafting" and _is_current(state, event):
-            return _lose_drafter(state, f"the drafter lacks features of positions {event.ranges}")
+        case History() if state.feed and state.feed.number == event.number:
+            return _send_on(state, state.feed.take_history(event))
+        case Drafted() if _answers(state, event):
+            return _take_draft(state, event)
+        case NeedFeatures() if _answers(state, event):
+            return _resync(state, f"the drafter lacks features of positions {event.ranges}")
+        case DrafterBehind() if state.feed:
+            return _resync(state, event.message)
+        case DraftLate() if state.phase == "drafting" and event.round == state.round:
+            return _verify(state, DraftTree.root(state.pending))
         case DrafterLost():
             return _lose_drafter(state, event.message)
+        case DrafterJoined() if state.wants_drafter:
+            return replace(state, joining=event.taps), ()
         case Verdict() if state.phase == "verifying" and _is_current(state, event):
             return _commit(state, event)
         case PortError(reason=Reason.INVALID_TREE) if state.phase == "verifying" and state.drafted:
@@ -191,7 +239,7 @@ def apply(state: State, event: Event) -> Step:
         case PortError():
             return _fail(state, event.reason, event.message)
         case VerifierLost():
-            return _fail(state, Reason.INTERNAL, event.message)
+            return _fail(state, Reason.SERVICE_UNAVAILABLE, event.message)
         case StopFound():
             cut = ToVerifierEffect(Truncate(state.open.session, state.open.epoch, event.length))
             return replace(state, phase="finished", committed=event.length), (cut, Finish("stop"))
@@ -201,27 +249,76 @@ def apply(state: State, event: Event) -> Step:
             return state, ()
 
 
-def _is_current(state: State, event: Drafted | NeedFeatures | Verdict) -> bool:
+def _fed(state: State) -> tuple[Feed, ...]:
+    return (state.feed,) if state.feed else ()
+
+
+def _is_current(state: State, event: Drafted | Verdict) -> bool:
     return (event.epoch, event.round) == (state.open.epoch, state.round)
 
 
-def _start(state: State) -> Step:
-    effects: list[Effect] = [ToVerifierEffect(state.open)]
-    if state.drafting:
-        opened = OpenDraft(state.open.session, state.open.epoch, state.open.sampler, state.open.seed)
-        effects.append(ToDrafterEffect(opened))
-    return state, tuple(effects)
+def _answers(state: State, event: Drafted | NeedFeatures) -> bool:
+    """It is the answer that the drafter owes."""
+    feed = state.feed
+    return feed is not None and feed.asked is not None and (event.epoch, event.round) == (feed.epoch, feed.asked)
 
 
-def _next_round(state: State, emit: Emit, *observe: Effect) -> Step:
+def _send_on(state: State, step: tuple[Feed, tuple[ToDrafter, ...]]) -> Step:
+    feed, observes = step
+    return replace(state, feed=feed), tuple(ToDrafterEffect(observe) for observe in observes)
+
+
+def _next_round(state: State, emit: Emit, verdict: Verdict | None = None) -> Step:
     """Ask for a tree, or verify one node at once. Sending comes before emitting: the device works meanwhile."""
+    state, effects = _observe(state, verdict) if verdict else (state, ())
+    state, attached = _attach(state)
+    effects = (*effects, *attached)
     depth = min(state.max_depth, state.budget.max_depth)
-    if not state.drafting or depth == 0:
+    if state.feed is None or not state.feed.ready or depth == 0:
         state, verify = _verify(state, DraftTree.root(state.pending))
-        return state, (*observe, *verify, emit)
-    budget = replace(state.budget, max_depth=depth)
-    draft = Draft(state.open.session, state.open.epoch, state.round, state.committed, budget)
-    return replace(state, phase="drafting"), (*observe, ToDrafterEffect(draft), emit)
+        return state, (*effects, *verify, emit)
+    feed, budget = replace(state.feed, asked=state.round), replace(state.budget, max_depth=depth)
+    draft = Draft(feed.session, feed.epoch, state.round, state.committed, budget)
+    return replace(state, phase="drafting", feed=feed), (*effects, ToDrafterEffect(draft), emit)
+
+
+def _observe(state: State, verdict: Verdict) -> Step:
+    """Pass a verdict's rows on to the drafter."""
+    if state.feed is None:
+        return state, ()
+    try:
+        state, effects = _send_on(state, state.feed.take_rows(verdict.features, verdict.tokens))
+    except KeyError:
+        return _lose_drafter(state, "a verdict lacks the drafter's features")
+    if state.feed and state.feed.overrun:
+        return _lose_drafter(state, "the drafter does not keep up")
+    return state, effects
+
+
+def _attach(state: State) -> Step:
+    """Tell the verifier who reads features from this round on, and begin with a drafter that joins."""
+    taps = state.joining
+    if taps is None:
+        return state, ()
+    number = state.attachments + 1
+    attach = ToVerifierEffect(Attach(state.open.session, state.open.epoch, number, taps))
+    state = replace(state, joining=None, attachments=number)
+    if not taps:
+        return state, (attach,)
+    feed = Feed.attached(state.open, number, taps, state.committed - 1)  # the pending token has no row yet
+    return replace(state, feed=feed), (attach, ToDrafterEffect(feed.open(state.open)))
+
+
+def _take_draft(state: State, event: Drafted) -> Step:
+    assert state.feed
+    state, effects = _send_on(state, state.feed.answered())
+    if state.phase != "drafting" or not _is_current(state, event):
+        return state, effects  # it came too late
+    try:
+        check_tree(event.tree)
+    except AerieError as error:
+        return _lose_drafter(state, f"the drafter sent no tree: {error.message}")
+    return _verify(state, event.tree)
 
 
 def _verify(state: State, tree: DraftTree) -> Step:
@@ -242,23 +339,32 @@ def _commit(state: State, verdict: Verdict) -> Step:
     )
     depths = (*range(1, len(verdict.tokens)), 0)
     emit = Emit(verdict.tokens, depths, verdict.log_probs)
-    if verdict.finish:
-        return _finish(state, verdict.finish, emit)
-    if not state.drafting:
-        return _next_round(state, emit)
-    observe = Observe(state.open.session, state.open.epoch, verdict.features, verdict.tokens)
-    return _next_round(state, emit, ToDrafterEffect(observe))
+    return _finish(state, verdict.finish, emit) if verdict.finish else _next_round(state, emit, verdict)
 
 
 def _lose_drafter(state: State, message: str) -> Step:
-    if not state.drafting:
+    """Go on without the drafter, or without the one that was about to join."""
+    if state.feed is None and not state.joining:
         return state, ()
+    return _leave_drafter(state, (), DropDrafter(message))
+
+
+def _resync(state: State, message: str) -> Step:
+    """Prime the drafter again from the next round on, unless that is the rule with this one."""
+    assert state.feed
+    if state.resyncs == MAX_RESYNCS:
+        return _lose_drafter(state, f"{message}, once more")
+    taps = state.feed.taps
+    return _leave_drafter(replace(state, resyncs=state.resyncs + 1), taps, ReopenDrafter(message))
+
+
+def _leave_drafter(state: State, joining: tuple[Tap, ...], effect: Effect) -> Step:
     waiting = state.phase == "drafting"
-    state, effects = replace(state, drafting=False), (DropDrafter(message),)
+    state = replace(state, feed=None, joining=joining)
     if not waiting:
-        return state, effects
+        return state, (effect,)
     state, verify = _verify(state, DraftTree.root(state.pending))
-    return state, (*effects, *verify)
+    return state, (effect, *verify)
 
 
 def _replace_tree(state: State, message: str) -> Step:

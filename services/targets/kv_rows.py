@@ -100,6 +100,18 @@ class KVRows:
         self.fill(_move_rows(self.arrays(), mx.array(source), mx.array([start])))
         mx.async_eval(self.arrays())
 
+    def prefix(self, length: int) -> "KVRows":
+        """Another cache that begins with a copy of the first ``length`` committed rows."""
+        other = KVRows(len(self.keys), self._round_up)
+        other.length = length
+        for own, copies in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, array in enumerate(own):
+                if array is not None and length:
+                    copy = other._grown(None, length, array)
+                    copy[..., :length, :] = array[..., :length, :]
+                    copies[layer] = copy
+        return other
+
     def truncate(self, length: int) -> None:
         """Forget the rows at and after ``length``."""
         self.length = min(self.length, length)

@@ -17,6 +17,7 @@ from services.runtime.bus import MemoryBus
 from services.runtime.device import DeviceThread, Priority
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
+    Attach,
     Features,
     FromVerifier,
     History,
@@ -39,12 +40,14 @@ from services.verifier.kv import KVBudget
 from services.verifier.sessions import (
     Reply,
     VerifierSession,
+    check_attach,
     check_open,
     check_truncate,
     check_verify,
     expected_after,
     open_session,
 )
+from services.verifier.work import Delivery, Work, failure, features_of, history_of, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +69,6 @@ class Closed:
 
     session: str
     reply: Reply
-
-
-@dataclass(frozen=True, eq=False)
-class _Work:
-    """One session's rows of a batch: a verify, or the next ``length`` rows of its prompt when ``verify`` is None."""
-
-    session: VerifierSession
-    verify: Verify | None
-    length: int = 0
-
-
-Delivery = tuple[VerifierSession, FromVerifier]
 
 
 class VerifierHost(Actor[FromClient | Closed]):
@@ -103,8 +94,8 @@ class VerifierHost(Actor[FromClient | Closed]):
         self.blocked: str | None = None  # why nothing can run now
         self._target = target
         self._device = device
-        self._bus = bus or MemoryBus()
-        self._ready: deque[_Work] = deque()
+        self.bus = bus or MemoryBus()
+        self._ready: deque[Work] = deque()
         self._pumping: asyncio.Task[None] | None = None
 
     async def handle(self, message: FromClient | Closed) -> None:
@@ -154,8 +145,15 @@ class VerifierHost(Actor[FromClient | Closed]):
                 if self._repeat(session, verify):
                     return
                 check_verify(session, verify, self.info)
-                session.in_flight = verify
-                self._queue(_Work(session, verify))
+                session.in_flight, session.queued_at = verify, time.perf_counter()
+                self._queue(Work.of(session, verify))
+            case Attach() as attach:
+                session = self._session(attach.session, envelope.reply)
+                check_attach(session, attach, self.info)
+                session.taps, session.attachment = attach.taps, attach.number
+                rows = session.kv.length
+                for past in kept_ranges(0, rows, rows) if attach.taps else ():
+                    self._queue(Work.of(session, past=past))
             case Truncate() as cut:
                 session = self._session(cut.session, envelope.reply)
                 check_truncate(session, cut)
@@ -184,8 +182,8 @@ class VerifierHost(Actor[FromClient | Closed]):
             self.budget.release(lease)
             raise
         self.sessions[request.session] = session
-        self._bus.publish("session.opened", session=request.session, tokens=len(request.tokens))
-        self._queue(_Work(session, None))
+        self.bus.publish("session.opened", session=request.session, tokens=len(request.tokens))
+        self._queue(Work.of(session))
 
     def _session(self, name: str, reply: Reply) -> VerifierSession:
         session = self.sessions.get(name)
@@ -221,9 +219,9 @@ class VerifierHost(Actor[FromClient | Closed]):
         del self.sessions[name]
         session.closed = True
         self.budget.release(session.lease)
-        self._bus.publish("session.closed", session=name, tokens=len(session.tokens))
+        self.bus.publish("session.closed", session=name, tokens=len(session.tokens))
 
-    def _queue(self, work: _Work) -> None:
+    def _queue(self, work: Work) -> None:
         self._ready.append(work)
         if self._pumping is None or self._pumping.done():
             self._pumping = asyncio.create_task(self._pump(), name="verifier-pump")
@@ -245,7 +243,7 @@ class VerifierHost(Actor[FromClient | Closed]):
             return
         if isinstance(message, PortError) and not session.sound:
             self._close(session)
-        else:
+        elif not isinstance(message, History):
             session.settle()
         session.reply(message)
 
@@ -254,30 +252,30 @@ class VerifierHost(Actor[FromClient | Closed]):
         batch = self._take()
         return self._run_batch(batch) if batch else []
 
-    def _take(self) -> list[_Work]:
-        batch: list[_Work] = []
+    def _take(self) -> list[Work]:
+        batch: list[Work] = []
         room = PREFILL_ROWS
         for _ in range(len(self._ready)):  # a deque: the event loop may append meanwhile
             work = self._ready.popleft()
-            if work.session.closed:
+            if work.stale:
                 continue
             if work.verify is None and room <= 0:
                 self._ready.append(work)
                 continue
             if work.verify is None:
-                length = min(room, len(work.session.tokens) - work.session.kv.length)
+                length = min(room, work.rows_left)
                 work, room = replace(work, length=length), room - length
             batch.append(work)
         return batch
 
-    def _run_batch(self, batch: list[_Work]) -> list[Delivery]:
+    def _run_batch(self, batch: list[Work]) -> list[Delivery]:
         start = time.perf_counter()
         try:
-            rows = [_rows_of(work) for work in batch]
+            rows = [rows_of(work) for work in batch]
             choices, logits, taps = self._forward(batch, rows)
         except BaseException as error:
             if len(batch) == 1:
-                return [_failure(batch[0].session, error)]
+                return failure(batch[0], error)
             # One session's rows may be at fault, and nothing has been committed: each runs alone.
             return [delivery for work in batch for delivery in self._run_batch([work])]
         deliveries: list[Delivery] = []
@@ -286,19 +284,24 @@ class VerifierHost(Actor[FromClient | Closed]):
             count = {"all": len(r.tokens), "last": 1, "none": 0}[r.logits]
             own = logits[first_logit : first_logit + count] if logits is not None and count else None
             judge = Judge(work.session, choices[first_logit : first_logit + count], own)
-            finish = _finish_verify if work.verify else self._finish_slice
+            features = features_of(work, taps, first_row, len(r.tokens))
             try:
-                deliveries += finish(work, judge, _features(work.session, taps, first_row, len(r.tokens)), start)
+                if work.verify:
+                    deliveries += _finish_verify(work, judge, features, start)
+                elif work.past:
+                    deliveries += self._finish_past(work, features)
+                else:
+                    deliveries += self._finish_slice(work, judge, features)
             except BaseException as error:
-                deliveries.append(_failure(work.session, error))
+                deliveries += failure(work, error)
             first_row, first_logit = first_row + len(r.tokens), first_logit + count
         return deliveries
 
     def _forward(
-        self, batch: list[_Work], rows: list[SessionRows]
+        self, batch: list[Work], rows: list[SessionRows]
     ) -> tuple[NDArray[np.int32], mx.array | None, dict[Tap, NDArray[Any]]]:
         """Argmax and logits of the rows that asked for them, taps of all; evaluated."""
-        taps = frozenset(tap for work in batch for tap in work.session.request.taps)
+        taps = frozenset(tap for work in batch for tap in work.taps)
         out = self._target.forward(rows, taps)
         best = None if out.logits is None else mx.argmax(out.logits, axis=-1)
         keep_logits = any(work.session.needs_logits and r.logits != "none" for work, r in zip(batch, rows, strict=True))
@@ -309,13 +312,13 @@ class VerifierHost(Actor[FromClient | Closed]):
         self.batched_rows += sum(len(r.tokens) for r in rows)
         return choices, out.logits if keep_logits else None, recorded
 
-    def _finish_slice(self, work: _Work, judge: Judge, features: Features, _: float) -> list[Delivery]:
+    def _finish_slice(self, work: Work, judge: Judge, features: Features) -> list[Delivery]:
         session, request = work.session, work.session.request
         done, prompt = session.kv.length + work.length, len(session.tokens)
         deliveries: list[Delivery] = []
         if done < prompt:
             _commit(session, range(work.length))
-            self._ready.append(_Work(session, None))
+            self._ready.append(Work.of(session))
         else:
             token = judge.choose(0, done, ())
             log_probs = judge.log_probs((0,), (token,))
@@ -325,18 +328,23 @@ class VerifierHost(Actor[FromClient | Closed]):
             seconds = time.monotonic() - session.opened
             prefilled = Prefilled(request.session, request.epoch, token, finish, seconds, log_probs)
             deliveries = [(session, prefilled)]
-        if not request.taps:
+        if not work.taps:
             return deliveries
         histories: list[Delivery] = []
         for start, stop in kept_ranges(features.base, done, prompt):
             rows = {tap: values[start - features.base : stop - features.base] for tap, values in features.rows.items()}
-            following = tuple(session.tokens[start + 1 : stop + 1])
-            history = History(request.session, request.epoch, Features(start, rows), following)
-            histories.append((session, history))
+            histories.append(history_of(work, Features(start, rows)))
         return histories + deliveries
 
+    def _finish_past(self, work: Work, features: Features) -> list[Delivery]:
+        assert work.past
+        start, stop = work.past
+        if start + work.length < stop:
+            self._ready.append(replace(work, past=(start + work.length, stop), length=0))
+        return [history_of(work, features)]
 
-def _finish_verify(work: _Work, judge: Judge, features: Features, start: float) -> list[Delivery]:
+
+def _finish_verify(work: Work, judge: Judge, features: Features, start: float) -> list[Delivery]:
     session, verify = work.session, work.verify
     assert verify is not None
     base, tree = len(session.tokens), verify.tree
@@ -362,6 +370,7 @@ def _finish_verify(work: _Work, judge: Judge, features: Features, start: float) 
         features=features,
         seconds=time.perf_counter() - start,
         log_probs=log_probs,
+        queue_seconds=start - session.queued_at,
     )
     session.round += 1
     session.last = verdict
@@ -371,22 +380,3 @@ def _finish_verify(work: _Work, judge: Judge, features: Features, start: float) 
 def _commit(session: VerifierSession, path: Sequence[int]) -> None:
     session.kv.commit(path)
     mx.async_eval(session.kv.arrays())
-
-
-def _failure(session: VerifierSession, error: BaseException) -> Delivery:
-    """What a client learns of a failure of ours: a number to find it by in the log."""
-    name = session.request.session
-    return session, PortError(name, Reason.INTERNAL, log_incident(log, f"session {name} failed", error))
-
-
-def _rows_of(work: _Work) -> SessionRows:
-    session = work.session
-    if work.verify:
-        return SessionRows(session.kv, work.verify.tree.tokens, work.verify.tree.parents)
-    start, stop = session.kv.length, session.kv.length + work.length
-    return SessionRows.chunk(session.kv, session.tokens[start:stop], "last" if stop == len(session.tokens) else "none")
-
-
-def _features(session: VerifierSession, taps: dict[Tap, NDArray[Any]], start: int, count: int) -> Features:
-    rows = {tap: taps[tap][start : start + count].copy() for tap in session.request.taps}
-    return Features(session.kv.length, rows)

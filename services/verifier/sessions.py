@@ -9,9 +9,12 @@ import numpy as np
 from services.speculation import warpers
 from services.speculation.errors import AerieError, Reason, check_integers, is_integer
 from services.speculation.messages import (
+    Attach,
     FinishReason,
     FromVerifier,
     Open,
+    SessionSummary,
+    Tap,
     TargetInfo,
     TokenLogProbs,
     Truncate,
@@ -39,8 +42,11 @@ class VerifierSession:
         reply: Delivers messages to the session's stream.
         tokens: Committed tokens, the pending one last.
         counts: What penalties look at, when there are any.
+        taps: What verdicts carry; ``Attach`` changes it.
+        attachment: Number of the ``Attach`` that did; 0 is ``Open``.
         round: The round expected next.
         last: The newest verdict, for repeats.
+        queued_at: When the round in flight was accepted, ``time.perf_counter``.
         in_flight: The round that is queued or on the device. Until its verdict is delivered, only the device
             thread touches what is above.
         cut: Length to truncate to once the round in flight is over.
@@ -54,9 +60,12 @@ class VerifierSession:
     reply: Reply
     tokens: list[int]
     counts: Counts | None
+    taps: tuple[Tap, ...] = ()
+    attachment: int = 0
     round: int = 0
     prefilled: bool = False
     last: Verdict | None = None
+    queued_at: float = 0.0
     in_flight: Verify | None = None
     cut: int | None = None
     closed: bool = False
@@ -129,6 +138,20 @@ class VerifierSession:
         return TokenLogProbs(token, float(values[token]), tuple((int(i), float(values[i])) for i in best))
 
 
+def summarise(session: VerifierSession, feature_bytes: int) -> SessionSummary:
+    """What ``ListSessions`` shows of it."""
+    return SessionSummary(
+        session=session.request.session,
+        epoch=session.request.epoch,
+        round=session.round,
+        committed=len(session.tokens),
+        kv_bytes=session.kv.nbytes,
+        feature_bytes=feature_bytes,
+        age_seconds=time.monotonic() - session.opened,
+        state="verifying" if session.in_flight else "idle" if session.prefilled else "prefill",
+    )
+
+
 def expected_after(request: Open) -> tuple[int, int, int]:
     """Epoch, round and base length of the first round after an ``Open``."""
     return request.epoch, 0, len(request.tokens) + 1
@@ -144,6 +167,7 @@ def open_session(request: Open, info: TargetInfo, kv: KVRows, lease: int, reply:
         reply=reply,
         tokens=list(request.tokens),
         counts=_counts(request, request.tokens, info.vocab_size),
+        taps=request.taps,
     )
 
 
@@ -176,10 +200,16 @@ def check_open(request: Open, info: TargetInfo) -> None:
         raise AerieError(Reason.INVALID_ARGUMENT, "seed must be an unsigned 64-bit integer")
     if request.top_logprobs is not None and not 0 <= request.top_logprobs <= info.vocab_size:
         raise AerieError(Reason.INVALID_ARGUMENT, f"top_logprobs is {request.top_logprobs}")
-    for tap in request.taps:
-        if tap != "final" and not 0 <= tap <= info.layers:
-            raise AerieError(Reason.INVALID_ARGUMENT, f"tap {tap} outside 0..{info.layers}")
+    _check_taps(request.taps, info)
     request.sampler.check_vocabulary(info.vocab_size)
+
+
+def _check_taps(taps: tuple[Tap, ...], info: TargetInfo) -> None:
+    if len(set(taps)) < len(taps):
+        raise AerieError(Reason.INVALID_ARGUMENT, f"taps {list(taps)} name one twice")
+    for tap in taps:
+        if tap != "final" and not (is_integer(tap) and 0 <= tap <= info.layers):
+            raise AerieError(Reason.INVALID_ARGUMENT, f"tap {tap} outside 0..{info.layers}")
 
 
 def _check_types(request: Open) -> None:
@@ -217,6 +247,23 @@ def check_verify(session: VerifierSession, verify: Verify, info: TargetInfo) -> 
         raise AerieError(Reason.INVALID_TREE, "a token is outside the vocabulary")
     if committed + int(node_depths(tree.parents).max()) + 1 > session.limit:
         raise AerieError(Reason.INVALID_TREE, f"the tree is deeper than the {session.limit - committed} tokens left")
+
+
+def check_attach(session: VerifierSession, attach: Attach, info: TargetInfo) -> None:
+    """Refuse an attachment of another epoch, one that does not come between two rounds, or taps that are none.
+
+    Raises:
+        AerieError: STALE_ROUND or INVALID_ARGUMENT.
+    """
+    epoch, round_, _ = session.expected
+    check_integers(number=attach.number)
+    if attach.epoch != epoch or attach.number <= session.attachment:
+        raise AerieError(Reason.STALE_ROUND, f"attachment {attach.number} of epoch {attach.epoch} is over")
+    if not session.prefilled or session.in_flight:
+        raise AerieError(Reason.STALE_ROUND, f"round {round_} is not over: attach between two rounds")
+    if not isinstance(attach.taps, tuple):
+        raise AerieError(Reason.INVALID_ARGUMENT, "taps must be a tuple")
+    _check_taps(attach.taps, info)
 
 
 def check_truncate(session: VerifierSession, cut: Truncate) -> None:

@@ -8,6 +8,7 @@ from services.speculation.messages import (
     Draft,
     Drafted,
     DrafterInfo,
+    DrafterStatus,
     FromDrafter,
     NeedFeatures,
     Observe,
@@ -54,7 +55,12 @@ def write_response(message: FromDrafter) -> pb.SessionResponse:
     match message:
         case Drafted():
             round_ = values.write_round(message.epoch, message.round, message.base_len)
-            drafted = pb.Drafted(id=round_, tree=values.write_tree(message.tree), seconds=message.seconds)
+            drafted = pb.Drafted(
+                id=round_,
+                tree=values.write_tree(message.tree),
+                seconds=message.seconds,
+                queue_seconds=message.queue_seconds,
+            )
             return pb.SessionResponse(session=session, drafted=drafted)
         case NeedFeatures():
             ranges = [types_pb2.Range(start=start, stop=stop) for start, stop in message.ranges]
@@ -70,7 +76,10 @@ def read_response(response: pb.SessionResponse) -> FromDrafter:
     match response.WhichOneof("message"):
         case "drafted":
             d = response.drafted
-            return Drafted(session, *values.read_round(d.id), tree=values.read_tree(d.tree), seconds=d.seconds)
+            tree = values.read_tree(d.tree)
+            return Drafted(
+                session, *values.read_round(d.id), tree=tree, seconds=d.seconds, queue_seconds=d.queue_seconds
+            )
         case "need_features":
             n = response.need_features
             ranges = tuple((entry.start, entry.stop) for entry in n.ranges)
@@ -80,23 +89,26 @@ def read_response(response: pb.SessionResponse) -> FromDrafter:
     raise AerieError(Reason.INVALID_ARGUMENT, "a response without a message that this version knows")
 
 
-def write_info(info: DrafterInfo, sessions: int) -> pb.GetInfoResponse:
+def write_status(status: DrafterStatus) -> pb.GetInfoResponse:
+    info = status.info
     return pb.GetInfoResponse(
         name=info.name,
         family=info.family,
         taps=[values.write_tap(tap) for tap in info.taps],
         target_fingerprint=info.target_fingerprint,
         parameters=info.parameters,
-        sessions=sessions,
+        sessions=status.sessions,
+        draft_seconds=status.draft_seconds,
     )
 
 
-def read_info(info: pb.GetInfoResponse) -> DrafterInfo:
+def read_status(response: pb.GetInfoResponse) -> DrafterStatus:
     """Raises AerieError: INVALID_ARGUMENT for a tap that is none."""
-    return DrafterInfo(
-        name=info.name,
-        family=info.family,
-        taps=tuple(values.read_tap(tap) for tap in info.taps),
-        target_fingerprint=info.target_fingerprint if info.HasField("target_fingerprint") else None,
-        parameters=info.parameters,
+    info = DrafterInfo(
+        name=response.name,
+        family=response.family,
+        taps=tuple(values.read_tap(tap) for tap in response.taps),
+        target_fingerprint=response.target_fingerprint if response.HasField("target_fingerprint") else None,
+        parameters=response.parameters,
     )
+    return DrafterStatus(info, response.sessions, response.draft_seconds)

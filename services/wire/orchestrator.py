@@ -7,7 +7,7 @@ from typing import Any
 from aerie.orchestrator.v1 import orchestrator_pb2 as pb
 
 from services.speculation.errors import AerieError, Reason
-from services.speculation.messages import FinishReason, TokenLogProbs
+from services.speculation.messages import DrafterInfo, DrafterStatus, FinishReason, TokenLogProbs
 from services.speculation.warpers import Sampler
 from services.wire import values
 
@@ -54,7 +54,66 @@ class DoneMessage:
 
 
 _NUMBERS = ("tokens_per_second", "prefill_seconds", "decode_seconds", "draft_seconds", "verify_seconds")
-_STATS = ("rounds", "acceptance_length", *_NUMBERS, "overhead_seconds")
+_STATS = (
+    "rounds",
+    "acceptance_length",
+    *_NUMBERS,
+    "overhead_seconds",
+    "queue_seconds",
+    "network_seconds",
+    "fallback_rounds",
+    "late_rounds",
+)
+
+
+@dataclass(frozen=True)
+class DrafterLine:
+    """A drafter instance as ``ListDrafters`` shows it; ``status`` is None for one that is not offered."""
+
+    name: str
+    address: str
+    status: DrafterStatus | None
+    sessions: int = 0
+    detail: str = ""
+
+
+def write_drafters(offered: Sequence[DrafterLine], unfit: Mapping[str, str]) -> pb.ListDraftersResponse:
+    """Those that are offered, then the names of the others and why they are not."""
+    lines = []
+    for line in offered:
+        assert line.status
+        info = line.status.info
+        lines.append(
+            pb.DrafterSummary(
+                instance=line.name,
+                name=info.name,
+                family=info.family,
+                target_fingerprint=info.target_fingerprint,
+                taps=[values.write_tap(tap) for tap in info.taps],
+                parameters=info.parameters,
+                sessions=line.sessions,
+                draft_seconds=line.status.draft_seconds,
+                address=line.address,
+                ready=True,
+            )
+        )
+    lines += [pb.DrafterSummary(instance=name, detail=why) for name, why in sorted(unfit.items())]
+    return pb.ListDraftersResponse(drafters=lines)
+
+
+def read_drafters(response: pb.ListDraftersResponse) -> list[DrafterLine]:
+    """Raises AerieError: INVALID_ARGUMENT for a tap that is none."""
+    lines = []
+    for d in response.drafters:
+        if not d.ready:
+            lines.append(DrafterLine(d.instance, d.address, None, detail=d.detail))
+            continue
+        fingerprint = d.target_fingerprint if d.HasField("target_fingerprint") else None
+        taps = tuple(values.read_tap(tap) for tap in d.taps)
+        info = DrafterInfo(d.name, d.family, taps, fingerprint, d.parameters)
+        status = DrafterStatus(info, d.sessions, d.draft_seconds)
+        lines.append(DrafterLine(d.instance, d.address, status, d.sessions))
+    return lines
 
 
 def write_generate(request: Generate) -> pb.GenerateRequest:

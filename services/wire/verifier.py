@@ -1,7 +1,7 @@
 """What travels on ``VerifierService``: ``aerie.verifier.v1`` <-> ``services.speculation.messages``."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aerie.types.v1 import types_pb2
@@ -10,11 +10,14 @@ from numpy.typing import NDArray
 
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
+    Attach,
+    Features,
     FromVerifier,
     History,
     Open,
     PortError,
     Prefilled,
+    SessionSummary,
     TargetInfo,
     ToVerifier,
     Truncate,
@@ -44,6 +47,10 @@ def write_request(message: ToVerifier) -> pb.SessionRequest:
         case Truncate():
             truncate = pb.Truncate(epoch=message.epoch, length=message.length)
             return pb.SessionRequest(session=message.session, truncate=truncate)
+        case Attach():
+            taps = [values.write_tap(tap) for tap in message.taps]
+            attach = pb.Attach(epoch=message.epoch, number=message.number, taps=taps)
+            return pb.SessionRequest(session=message.session, attach=attach)
 
 
 def read_request(request: pb.SessionRequest) -> ToVerifier:
@@ -57,10 +64,13 @@ def read_request(request: pb.SessionRequest) -> ToVerifier:
             return Verify(session, epoch, round_, base_len, values.read_tree(request.verify.tree))
         case "truncate":
             return Truncate(session, request.truncate.epoch, request.truncate.length)
+        case "attach":
+            taps = tuple(values.read_tap(tap) for tap in request.attach.taps)
+            return Attach(session, request.attach.epoch, request.attach.number, taps)
     raise AerieError(Reason.INVALID_ARGUMENT, "a request without a message that this version knows")
 
 
-def write_response(message: FromVerifier) -> pb.SessionResponse:
+def write_response(message: Prefilled | Verdict | PortError) -> pb.SessionResponse:
     session = message.session
     match message:
         case Prefilled():
@@ -72,10 +82,6 @@ def write_response(message: FromVerifier) -> pb.SessionResponse:
                 log_probs=values.write_log_probs(message.log_probs),
             )
             return pb.SessionResponse(session=session, prefilled=prefilled)
-        case History():
-            features = values.write_features(message.features)
-            history = pb.History(epoch=message.epoch, features=features, tokens=message.tokens)
-            return pb.SessionResponse(session=session, history=history)
         case Verdict():
             verdict = pb.Verdict(
                 id=values.write_round(message.epoch, message.round, message.base_len),
@@ -84,6 +90,7 @@ def write_response(message: FromVerifier) -> pb.SessionResponse:
                 finish=values.write_finish(message.finish),
                 features=values.write_features(message.features),
                 seconds=message.seconds,
+                queue_seconds=message.queue_seconds,
                 log_probs=values.write_log_probs(message.log_probs),
             )
             return pb.SessionResponse(session=session, verdict=verdict)
@@ -99,9 +106,6 @@ def read_response(response: pb.SessionResponse) -> FromVerifier:
             p = response.prefilled
             finish, log_probs = values.read_finish(p.finish), values.read_log_probs(p.log_probs)
             return Prefilled(session, p.epoch, p.token, finish, p.seconds, log_probs)
-        case "history":
-            h = response.history
-            return History(session, h.epoch, values.read_features(h.features), tuple(h.tokens))
         case "verdict":
             v = response.verdict
             return Verdict(
@@ -113,10 +117,56 @@ def read_response(response: pb.SessionResponse) -> FromVerifier:
                 features=values.read_features(v.features),
                 seconds=v.seconds,
                 log_probs=values.read_log_probs(v.log_probs),
+                queue_seconds=v.queue_seconds,
             )
         case "error":
             return values.read_error(session, response.error)
     raise AerieError(Reason.INVALID_ARGUMENT, "a response without a message that this version knows")
+
+
+FEATURE_BYTES = 256 * 2**10
+"""Largest slice of history, unless a single row is larger."""
+CREDIT_BYTES = 4 * 2**20
+"""History that may be under way without being acknowledged."""
+
+
+def write_subscribe(session: str, epoch: int) -> pb.FeaturesRequest:
+    return pb.FeaturesRequest(subscribe=pb.Subscribe(session=session, epoch=epoch))
+
+
+def write_acknowledge(size: int) -> pb.FeaturesRequest:
+    return pb.FeaturesRequest(acknowledge=pb.Acknowledge(bytes=size))
+
+
+def read_features_request(request: pb.FeaturesRequest) -> tuple[str, int] | int:
+    """(session, epoch) of a subscription, or the bytes of an acknowledgement. Raises AerieError: INVALID_ARGUMENT."""
+    match request.WhichOneof("message"):
+        case "subscribe":
+            return request.subscribe.session, request.subscribe.epoch
+        case "acknowledge":
+            return request.acknowledge.bytes
+    raise AerieError(Reason.INVALID_ARGUMENT, "a request without a message that this version knows")
+
+
+def split_history(history: History) -> Iterator[History]:
+    """Slices of at most FEATURE_BYTES as they travel, or of one row."""
+    features = history.features
+    rows = max(1, FEATURE_BYTES * len(features) // max(1, values.wire_bytes(features)))
+    for start in range(0, len(features), rows):
+        part = {tap: array[start : start + rows] for tap, array in features.rows.items()}
+        tokens = history.tokens[start : start + rows]
+        yield replace(history, features=Features(features.base + start, part), tokens=tokens)
+
+
+def write_history(history: History) -> pb.FeaturesResponse:
+    features = values.write_features(history.features)
+    return pb.FeaturesResponse(history=pb.History(number=history.number, features=features, tokens=history.tokens))
+
+
+def read_history(session: str, epoch: int, response: pb.FeaturesResponse) -> History:
+    """Raises AerieError: INVALID_ARGUMENT."""
+    h = response.history
+    return History(session, epoch, values.read_features(h.features), tuple(h.tokens), h.number)
 
 
 def _write_open(message: Open) -> pb.Open:
@@ -223,3 +273,33 @@ def read_tensor_chunks(chunks: Sequence[pb.GetTensorsResponse]) -> NDArray[Any]:
     first = chunks[0]
     data = b"".join(chunk.data for chunk in chunks)
     return values.read_tensor(types_pb2.Tensor(element_type=first.element_type, shape=first.shape, data=data))
+
+
+_STATES: dict[Any, pb.SessionState.ValueType] = {
+    "prefill": pb.SESSION_STATE_PREFILL,
+    "idle": pb.SESSION_STATE_IDLE,
+    "verifying": pb.SESSION_STATE_VERIFYING,
+}
+_STATE_NAMES = {value: name for name, value in _STATES.items()}
+
+
+def write_sessions(sessions: Sequence[SessionSummary]) -> pb.ListSessionsResponse:
+    return pb.ListSessionsResponse(
+        sessions=[pb.SessionSummary(**{**vars(s), "state": _STATES[s.state]}) for s in sessions]
+    )
+
+
+def read_sessions(response: pb.ListSessionsResponse) -> list[SessionSummary]:
+    return [
+        SessionSummary(
+            session=s.session,
+            epoch=s.epoch,
+            round=s.round,
+            committed=s.committed,
+            kv_bytes=s.kv_bytes,
+            feature_bytes=s.feature_bytes,
+            age_seconds=s.age_seconds,
+            state=_STATE_NAMES.get(s.state, "idle"),
+        )
+        for s in response.sessions
+    ]

@@ -183,10 +183,11 @@ def test_losing_a_drafter_changes_no_token(engine, caplog):
 
     plain = engine.generate(QUESTION, max_tokens=12, drafter="off")
     engine.add_drafter(BrokenDrafter(RandomDrafter(engine.info.vocab_size), good_rounds=4))
+    (broken,) = (host for host in engine.drafters if host.info.name == "broken")
     *chunks, done = engine.stream(
         QUESTION, max_tokens=12, drafter="broken", tree=TreeOptions(nodes=3, depth=1, top_k=2)
     )
-    engine.registry.leave("broken")
+    engine._call(broken.stop())
     assert tuple(t for c in chunks for t in c.tokens) == plain.token_ids
     assert "INTERNAL" in done.drafter_lost
     assert "secret" not in done.drafter_lost
@@ -203,14 +204,13 @@ def test_eight_sessions_share_batches(engine):
 
 
 def test_auto_without_a_fitting_drafter_warns_once_and_decodes_plainly(engine, caplog):
-    entries = engine.registry.list("drafter")
-    for entry in entries:
-        engine.registry.leave(entry.name)
+    offers = engine._parts.directory.offers
+    before = dict(offers)
+    offers.clear()
     try:
         with caplog.at_level(logging.WARNING):
             for drafter in ("off", "auto", "auto"):
                 assert engine.generate(QUESTION, max_tokens=3, drafter=drafter).stats.drafted_rounds == 0
         assert [record.getMessage() for record in caplog.records] == ["no drafter fits the target: decoding plainly"]
     finally:
-        for entry in entries:
-            engine.registry.join(entry)
+        offers.update(before)

@@ -8,7 +8,7 @@ import pytest
 from services.bench.drafters import RandomDrafter
 from services.drafter import host as drafter_host
 from services.embedded import AerieError, Done, Reason
-from services.orchestrator.service import MAX_SESSIONS
+from services.orchestrator.service import DEFAULT_LIMITS
 from services.speculation.messages import DrafterInfo
 
 PROMPT = (11, 42, 7, 199, 250, 3)
@@ -96,9 +96,9 @@ def test_a_full_mailbox_cannot_keep_a_lease(tiny_engine):
 
 
 def test_more_sessions_than_a_mailbox_holds_all_run(tiny_engine):
-    tiny_engine.verifier._capacity = MAX_SESSIONS
+    tiny_engine.verifier._capacity = DEFAULT_LIMITS.sessions
     first = plain_tokens(tiny_engine, 1)
-    requests = [tiny_engine.request(PROMPT, max_tokens=1, drafter="off") for _ in range(4 * MAX_SESSIONS + 100)]
+    requests = [tiny_engine.request(PROMPT, max_tokens=1, drafter="off") for _ in range(4 * DEFAULT_LIMITS.sessions + 100)]
     assert {result.token_ids for result in tiny_engine.run_all(requests)} == {first}
 
 

@@ -4,11 +4,28 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from services.orchestrator.generation import Generation
+import numpy as np
+
+from services.orchestrator.directory import Offer
+from services.orchestrator.generation import Generation, Supply
+from services.orchestrator.pace import DraftPace
 from services.orchestrator.text import TextStream
 from services.runtime.bus import MemoryBus
+from services.speculation.feed import Feed
 from services.speculation.growth import Budget
-from services.speculation.messages import Draft, Drafted, Features, Open, Prefilled, Verdict, Verify
+from services.speculation.messages import (
+    Attach,
+    Draft,
+    Drafted,
+    DrafterInfo,
+    DrafterStatus,
+    Features,
+    History,
+    Open,
+    Prefilled,
+    Verdict,
+    Verify,
+)
 from services.speculation.session import State
 from services.speculation.trees import DraftTree
 from services.speculation.warpers import Sampler
@@ -24,7 +41,7 @@ class Script:
 
     def __init__(self, answer: Callable[[Any], Iterable[Any]]) -> None:
         self.sent: list[Any] = []
-        self.closed = 0
+        self.closed = self.acknowledged = 0
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._answer = answer
 
@@ -40,6 +57,9 @@ class Script:
         if isinstance(message, BaseException):
             raise message
         return message
+
+    def acknowledge(self, size: int) -> None:
+        self.acknowledged += size
 
     async def close(self) -> None:
         self.closed += 1
@@ -59,11 +79,17 @@ class Target:
 
     def __init__(self, last: int = FIRST + 11) -> None:
         self.last = last
+        self.taps: tuple[Any, ...] = ()
+        self.committed = len(PROMPT) + 1
 
     def __call__(self, message: Any) -> list[Any]:
         match message:
             case Open():
-                return [Prefilled(message.session, 0, FIRST, None, 0.5)]
+                self.taps = message.taps
+                return [*self._history(message.session, 3, 0), Prefilled(message.session, 0, FIRST, None, 0.5)]
+            case Attach():
+                self.taps = message.taps
+                return self._history(message.session, self.committed - 1, message.number)
             case Verify():
                 token = int(message.tree.tokens[0])
                 path = [0]
@@ -73,8 +99,17 @@ class Target:
                 tokens = (*(int(message.tree.tokens[n]) for n in path[1:]), token + 1)
                 finish = "length" if tokens[-1] >= self.last else None
                 place = (message.session, 0, message.round, message.base_len)
-                return [Verdict(*place, tuple(path), tokens, finish, NO_ROWS, 0.25)]
+                self.committed = message.base_len + len(tokens)
+                rows = self._rows(message.base_len - 1, len(tokens))
+                return [Verdict(*place, tuple(path), tokens, finish, rows, 0.25)]
         return []
+
+    def _rows(self, base: int, count: int) -> Features:
+        return Features(base, {tap: np.zeros((count, 1), np.float32) for tap in self.taps})
+
+    def _history(self, session: str, stop: int, number: int) -> list[Any]:
+        tokens = (*PROMPT, *range(FIRST, FIRST + stop))[1 : stop + 1]
+        return [History(session, 0, self._rows(0, stop), tokens, number)] if self.taps else []
 
 
 def chain_of(pending: int, *following: int) -> DraftTree:
@@ -94,7 +129,34 @@ def right_drafter(length: int = 2) -> Callable[[Any], list[Any]]:
     return answer
 
 
-def generation(verifier: Script, drafter: Script | None, stop: tuple[str, ...] = ()) -> Generation:
-    opened = Open("s", PROMPT, len(PROMPT), 12, Sampler(), 5)
-    state = State(opened, 1000, Budget(8, 4, 4), drafting=drafter is not None)
-    return Generation(state, verifier, drafter, TextStream(tiny_tokenizer(), stop), MemoryBus())
+class Port:
+    """A drafter's port: each stream is the next script."""
+
+    def __init__(self, *streams: Script, name: str = "d") -> None:
+        self._streams = list(streams)
+        self.info = DrafterInfo(name, "f", (1,), None, 0)
+
+    async def status(self) -> DrafterStatus:
+        return DrafterStatus(self.info)
+
+    def connect(self) -> Script:
+        return self._streams.pop(0)
+
+
+def offer_of(*streams: Script, name: str = "d", pace: DraftPace | None = None) -> Offer:
+    port = Port(*streams, name=name)
+    return Offer(name, name, port, DrafterStatus(port.info), pace)
+
+
+def generation(
+    verifier: Script,
+    drafter: Script | Offer | None,
+    stop: tuple[str, ...] = (),
+    supply: Supply | None = None,
+    bus: MemoryBus | None = None,
+) -> Generation:
+    """One that drafts from the start when there is a drafter: a script for a drafter that is awaited, or an offer."""
+    offer = offer_of(drafter) if isinstance(drafter, Script) else drafter
+    opened = Open("s", PROMPT, len(PROMPT), 12, Sampler(), 5, taps=(1,) if offer else ())
+    state = State(opened, 1000, Budget(8, 4, 4), Feed.from_start(opened) if offer else None)
+    return Generation(state, verifier, offer, supply, TextStream(tiny_tokenizer(), stop), bus or MemoryBus())

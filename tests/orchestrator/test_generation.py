@@ -10,7 +10,6 @@ from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
     Draft,
     Drafted,
-    NeedFeatures,
     Observe,
     Open,
     OpenDraft,
@@ -86,8 +85,7 @@ LOST = {
     "send of observe": after(Observe, SendFails(ConnectionError("gone")), then=right_drafter()),
     "end of stream": after(Draft, ConnectionError("gone")),
     "stream of ours fails": after(Draft, RuntimeError("secret")),
-    "error": after(Draft, PortError("s", Reason.FEATURE_GAP, "gap")),
-    "needs features": after(Draft, NeedFeatures("s", 0, 0, ((0, 3),))),
+    "error": after(Draft, PortError("s", Reason.STALE_ROUND, "stale")),
     "no tree": after(Draft, Drafted("s", 0, 0, 4, None, 0.1)),
     "a bad tree": after(Draft, Drafted("s", 0, 0, 4, DraftTree(TREE.tokens, TREE.parents + 5, TREE.log_probs), 0.1)),
     "a verdict": after(Draft, Verdict("s", 0, 0, 4, (0,), (66,), None, NO_ROWS, 0.0)),
@@ -125,12 +123,12 @@ def test_a_tree_with_a_wrong_root_is_counted_and_not_verified():
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (lambda: after(Open, SendFails(ConnectionError("gone"))), Reason.INTERNAL),
+        (lambda: after(Open, SendFails(ConnectionError("gone"))), Reason.SERVICE_UNAVAILABLE),
         (lambda: after(Open, SendFails(AerieError(Reason.RESOURCE_EXHAUSTED, "full"))), Reason.RESOURCE_EXHAUSTED),
         (lambda: after(Open, PortError("s", Reason.PROMPT_TOO_LONG, "long")), Reason.PROMPT_TOO_LONG),
-        (lambda: after(Verify, SendFails(ConnectionError("gone")), then=Target()), Reason.INTERNAL),
-        (lambda: after(Verify, ConnectionError("gone"), then=Target()), Reason.INTERNAL),
-        (lambda: after(Verify, RuntimeError("secret"), then=Target()), Reason.INTERNAL),
+        (lambda: after(Verify, SendFails(ConnectionError("gone")), then=Target()), Reason.SERVICE_UNAVAILABLE),
+        (lambda: after(Verify, ConnectionError("gone"), then=Target()), Reason.SERVICE_UNAVAILABLE),
+        (lambda: after(Verify, RuntimeError("secret"), then=Target()), Reason.SERVICE_UNAVAILABLE),
     ],
 )
 @pytest.mark.parametrize("drafting", [False, True])
@@ -182,7 +180,7 @@ def test_stats_of_done_do_not_change_any_more():
         made = generation(Script(Target()), Script(right_drafter()))
         items = [item async for item in made.chunks()]
         done = items[-1]
-        made._stats.on_verdict(Verdict("s", 0, 9, 9, (0, 1), (1, 2), None, NO_ROWS, 1.0))
+        made._stats.on_verdict(Verdict("s", 0, 9, 9, (0, 1), (1, 2), None, NO_ROWS, 1.0), 1.0)
         return done
 
     done = asyncio.run(asyncio.wait_for(play(), 10))

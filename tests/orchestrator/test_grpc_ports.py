@@ -12,7 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.drafter import servicer as drafter_service
 from services.orchestrator.grpc_ports import CHANNEL_OPTIONS, GrpcDrafterPort, GrpcVerifierPort
 from services.runtime.device import device_thread
+from services.runtime.gate import Gate
 from services.runtime.grpc_server import start_server
+from services.speculation.messages import DrafterStatus
 from services.targets.loader import load_target
 from services.verifier import servicer as verifier_service
 from tests import port_contract
@@ -32,7 +34,7 @@ async def served(local, tmp_path, servicer, add, name, make_port):
     async with local as service:
         host = service.port._host
         server, address, _ = await start_server(
-            f"unix:{tmp_path}/s", lambda server: add(servicer(host), server), [name]
+            f"unix:{tmp_path}/s", lambda server: add(servicer(host, Gate()), server), [name]
         )
         async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             yield port_contract.replace_port(service, make_port(channel)), channel
@@ -43,7 +45,7 @@ def over_grpc(kind, target, tmp_path):
     if kind == "verifier":
         add, name = add_VerifierServiceServicer_to_server, verifier_service.NAME
         local, servicer = test_ports.verifier(target), verifier_service.VerifierServicer
-        return served(local, tmp_path, servicer, add, name, GrpcVerifierPort)
+        return served(local, tmp_path, servicer, add, name, lambda channel: GrpcVerifierPort(channel, channel))
     add, name = add_DrafterServiceServicer_to_server, drafter_service.NAME
     return served(test_ports.drafter(target), tmp_path, drafter_service.DrafterServicer, add, name, GrpcDrafterPort)
 
@@ -66,8 +68,10 @@ def test_grpc_ports_keep_the_contract(target, tmp_path, kind, check):
 def test_what_the_other_side_says_of_itself(target, tmp_path, kind):
     async def scenario():
         async with over_grpc(kind, target, tmp_path) as (service, channel):
-            info = await service.port.info()
-            assert info == (target.info if kind == "verifier" else test_ports.RandomDrafter(300).info)
+            if kind == "verifier":
+                assert await service.port.info() == target.info
+            else:
+                assert await service.port.status() == DrafterStatus(test_ports.RandomDrafter(300).info, 0, 0.0)
             health = health_pb2_grpc.HealthStub(channel)
             name = {"verifier": verifier_service.NAME, "drafter": drafter_service.NAME}[kind]
             for asked in ("", name):
@@ -80,7 +84,7 @@ def test_what_the_other_side_says_of_itself(target, tmp_path, kind):
 def test_nobody_listens(tmp_path):
     async def scenario():
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/none", options=CHANNEL_OPTIONS) as channel:
-            port = GrpcVerifierPort(channel)
+            port = GrpcVerifierPort(channel, channel)
             with pytest.raises(ConnectionError):
                 await port.info()
             with pytest.raises(ConnectionError):

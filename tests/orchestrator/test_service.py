@@ -6,14 +6,14 @@ import logging
 import numpy as np
 import pytest
 
-from services.orchestrator import service as service_module
+from services.orchestrator.directory import Directory
 from services.orchestrator.generation import Done
 from services.orchestrator.routing import TreeOptions
-from services.orchestrator.service import Orchestrator, Request
+from services.orchestrator.service import DEFAULT_LIMITS, Limits, Orchestrator, Request
 from services.runtime.bus import MemoryBus
 from services.runtime.registry import Entry, MemoryRegistry
 from services.speculation.errors import AerieError, Reason
-from services.speculation.messages import Open, OpenDraft, TargetInfo
+from services.speculation.messages import DrafterInfo, DrafterStatus, Open, OpenDraft, TargetInfo
 from services.speculation.warpers import Sampler
 from tests.orchestrator.ports import FIRST, PROMPT, Script, Target, right_drafter
 from tests.tiny import tiny_tokenizer
@@ -26,6 +26,9 @@ class Port:
 
     def __init__(self, make):
         self._make, self.streams = make, []
+
+    async def status(self):
+        return DrafterStatus(DrafterInfo("d", "f", (1,), None, 0))
 
     def connect(self):
         self.streams.append(Script(self._make()))
@@ -42,14 +45,18 @@ def drafter():
     return Port(right_drafter)
 
 
-def orchestrator(verifier, drafter=None):
-    registry = MemoryRegistry()
+async def orchestrator(verifier, drafter=None, limits=DEFAULT_LIMITS):
+    registry, bus = MemoryRegistry(), MemoryBus()
     if drafter:
-        registry.join(Entry("d", "drafter", drafter, {"family": "f", "taps": (1,), "target_fingerprint": None}))
-    return Orchestrator(verifier, INFO, tiny_tokenizer(), None, registry, MemoryBus())
+        await registry.join(Entry("d", "drafter", "here"))
+    directory = Directory(registry, lambda address: drafter, INFO, bus, local=True)
+    directory.start()
+    await directory.refresh()
+    return Orchestrator(verifier, INFO, tiny_tokenizer(), None, directory, bus, limits)
 
 
 async def collect(served, request):
+    served = await served if asyncio.iscoroutine(served) else served
     *chunks, done = [item async for item in served.generate(request)]
     assert isinstance(done, Done)
     return [token for chunk in chunks for token in chunk.tokens], done
@@ -135,7 +142,7 @@ def test_what_is_asked_for_reaches_both_sides(verifier, drafter):
 
 def test_without_a_seed_one_is_drawn_and_returned(verifier):
     async def play():
-        served = orchestrator(verifier)
+        served = await orchestrator(verifier)
         return {(await collect(served, Request(PROMPT)))[1].seed for _ in range(3)}
 
     seeds = run(play())
@@ -145,6 +152,7 @@ def test_without_a_seed_one_is_drawn_and_returned(verifier):
 
 def test_auto_takes_what_fits_and_warns_once_when_nothing_does(verifier, drafter, caplog):
     async def play(served, *wanted):
+        served = await served
         return [(await collect(served, Request(PROMPT, drafter=name)))[1].stats.drafted_rounds for name in wanted]
 
     with caplog.at_level(logging.WARNING):
@@ -162,12 +170,11 @@ def test_a_drafter_that_is_not_there_is_an_error_when_named(verifier):
     assert verifier.streams == []
 
 
-def test_sessions_beyond_the_most_wait_for_their_turn(verifier, monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_SESSIONS", 3)
+def test_sessions_beyond_the_most_wait_for_their_turn(verifier):
     running = []
 
     async def play():
-        served = orchestrator(verifier)
+        served = await orchestrator(verifier, limits=Limits(sessions=3))
 
         async def one():
             tokens, _ = await collect(served, Request(PROMPT))
@@ -184,15 +191,17 @@ def test_sessions_beyond_the_most_wait_for_their_turn(verifier, monkeypatch):
     assert [stream.closed for stream in verifier.streams] == [1] * 10
 
 
-def test_whoever_leaves_while_waiting_takes_no_turn(verifier, monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_SESSIONS", 1)
+def test_whoever_leaves_while_waiting_takes_no_turn(verifier):
 
     async def play():
-        served = orchestrator(verifier)
+        served = await orchestrator(verifier, limits=Limits(sessions=1, queue=1))
         first = served.generate(Request(PROMPT))
         await anext(first)
         waiting = asyncio.create_task(collect(served, Request(PROMPT)))
         await asyncio.sleep(0.01)
+        with pytest.raises(AerieError) as caught:  # the queue is full, too
+            await collect(served, Request(PROMPT))
+        assert caught.value.reason is Reason.RESOURCE_EXHAUSTED
         waiting.cancel()
         await asyncio.wait((waiting,))
         await first.aclose()
@@ -204,7 +213,7 @@ def test_whoever_leaves_while_waiting_takes_no_turn(verifier, monkeypatch):
 
 def test_text_is_encoded_and_chats_need_a_template(verifier):
     async def play():
-        served = orchestrator(verifier)
+        served = await orchestrator(verifier)
         assert served.encode("abc") == (FIRST, FIRST + 1, FIRST + 2)
         with pytest.raises(AerieError, match="no chat template"):
             served.encode_chat([{"role": "user", "content": "hi"}])

@@ -1,8 +1,11 @@
+"""Subscriptions, and events as text. ``test_bus_contract`` holds what consumer groups of every bus do."""
+
 import asyncio
+import time
 
 import pytest
 
-from services.runtime.bus import BusEvent, MemoryBus
+from services.runtime.bus import BusEvent, MemoryBus, read_event, write_event
 
 
 def waiting(subscription):
@@ -40,7 +43,7 @@ def test_a_full_subscriber_drops_and_counts_without_harm_to_others():
     for number in range(5):
         bus.publish("n", number=number)
     assert [event.data["number"] for event in waiting(slow)] == [0, 1]
-    assert (slow.dropped, fast.dropped) == (3, 0)
+    assert (slow.dropped, fast.dropped, bus.dropped) == (3, 0, 3)
     assert len(waiting(fast)) == 5
     bus.publish("n", number=5)
     assert [event.data["number"] for event in waiting(slow)] == [5]
@@ -79,3 +82,46 @@ def test_iteration_waits_for_events():
 def test_events_cannot_be_renamed():
     with pytest.raises(AttributeError):
         BusEvent("a").topic = "b"
+
+
+def test_a_group_that_nobody_serves_keeps_what_its_queue_takes():
+    async def scenario():
+        bus = MemoryBus(capacity=3)
+        events = bus.consume("group", "consumer")
+        waiting = asyncio.create_task(anext(events))
+        await asyncio.sleep(0)
+        bus.publish("n", number=0)
+        assert (await waiting).data == {"number": 0}
+        for number in range(1, 6):
+            bus.publish("n", number=number)
+        assert bus.dropped == 2
+        assert [(await anext(events)).data["number"] for _ in range(3)] == [1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_an_event_survives_its_text():
+    before = time.time_ns() // 1_000_000
+    text = write_event("session.opened", {"session": "ü\ud800", "tokens": [1, None, {"x": 0.5}]})
+    event = read_event(text)
+    assert event == BusEvent("session.opened", {"session": "ü\ud800", "tokens": [1, None, {"x": 0.5}]})
+    assert before <= event.unix_ms <= time.time_ns() // 1_000_000
+    assert read_event(text.encode()).unix_ms == event.unix_ms
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        b"\xff",
+        "[]",
+        "{}",
+        '{"topic": 1, "data": {}, "unix_ms": 1}',
+        '{"topic": "a", "data": [], "unix_ms": 1}',
+        '{"topic": "a", "data": {}, "unix_ms": "now"}',
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_event_is_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_event(text)

@@ -6,6 +6,7 @@ import numpy as np
 
 from services.speculation.errors import Reason
 from services.speculation.messages import (
+    Attach,
     Draft,
     Drafted,
     Features,
@@ -58,11 +59,15 @@ class SimulatedVerifier:
     def __init__(self, target: SimulatedTarget, context_length: int, max_nodes: int) -> None:
         self._target, self._context_length, self._max_nodes = target, context_length, max_nodes
         self.tokens: list[int] = []
-        self.round = 0
+        self.round = self.attachment = 0
 
-    def receive(self, message: Open | Verify | Truncate) -> list[History | Prefilled | Verdict | PortError]:
+    def receive(self, message: Open | Verify | Truncate | Attach) -> list[History | Prefilled | Verdict | PortError]:
         if isinstance(message, Open):
             return self._open(message)
+        if isinstance(message, Attach):
+            assert message.number > self.attachment
+            self.taps, self.attachment = message.taps, message.number
+            return self._history(0, len(self.tokens) - 1) if message.taps else []
         if isinstance(message, Truncate):
             assert self.request.prompt_len < message.length <= len(self.tokens)
             del self.tokens[message.length :]
@@ -78,15 +83,20 @@ class SimulatedVerifier:
         return [self._verdict(message, max((p for p in paths if self._accepts(tree, p)), key=len))]
 
     def _open(self, request: Open) -> list[History | Prefilled]:
-        self.request, self.tokens = request, list(request.tokens)
+        self.request, self.tokens, self.taps = request, list(request.tokens), request.taps
         self._limit = min(request.prompt_len + request.max_tokens, self._context_length)
         prompt = len(self.tokens)
         finish = self._commit([self._target.after(request.tokens)])
-        half = prompt // 2
+        prefilled = Prefilled(request.session, request.epoch, self.tokens[-1], finish, 0.0)
+        return [*(self._history(0, prompt) if self.taps else []), prefilled]
+
+    def _history(self, start: int, stop: int) -> list[History]:
+        place, half = (self.request.session, self.request.epoch), (start + stop) // 2
+        cuts = [(start, half), (half, stop)] if start < half else [(start, stop)]
         return [
-            History(request.session, request.epoch, true_rows(self.tokens, a, b), tuple(self.tokens[a + 1 : b + 1]))
-            for a, b in ((0, half), (half, prompt))
-        ] + [Prefilled(request.session, request.epoch, self.tokens[-1], finish, 0.0)]
+            History(*place, true_rows(self.tokens, a, b), tuple(self.tokens[a + 1 : b + 1]), self.attachment)
+            for a, b in cuts
+        ]
 
     def _accepts(self, tree: DraftTree, path: list[int]) -> bool:
         drafted = [int(tree.tokens[node]) for node in path[1:]]
@@ -100,7 +110,7 @@ class SimulatedVerifier:
         drafted = [int(verify.tree.tokens[node]) for node in path[1:]]
         tokens = [*drafted, self._target.after((*self.tokens, *drafted))]
         finish = self._commit(tokens)
-        features = true_rows(self.tokens, base - 1, base - 1 + len(path))
+        features = true_rows(self.tokens, base - 1, base - 1 + len(path)) if self.taps else Features(base - 1, {})
         round_ = verify.round
         self.round += 1
         return Verdict(verify.session, verify.epoch, round_, base, tuple(path), tuple(tokens), finish, features, 0.0)

@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 
 from services.speculation.errors import Reason
+from services.speculation.feed import Feed
 from services.speculation.growth import Budget
-from services.speculation.messages import Drafted, NeedFeatures, Open, Prefilled, Verdict
+from services.speculation.messages import Drafted, History, NeedFeatures, Open, OpenDraft, Prefilled, Verdict
 from services.speculation.session import (
     Cancel,
+    DrafterBehind,
+    DrafterJoined,
     DrafterLost,
+    DraftLate,
     DropDrafter,
     Emit,
     Fail,
     Finish,
+    ReopenDrafter,
     Start,
     State,
     StopFound,
@@ -39,15 +44,22 @@ class Schedule:
         prompt = tuple(int(t) for t in self.rng.integers(0, EOS, int(self.rng.integers(1, 9))))
         max_tokens, context_length = (int(n) for n in self.rng.integers([1, len(prompt) + 1], 60))
         eos = () if seed % 3 else (EOS,)
-        self.request = Open("s", prompt, len(prompt), max_tokens, Sampler(), seed, epoch=1, eos_ids=eos)
+        taps = (0,) if drafting else ()
+        self.request = Open("s", prompt, len(prompt), max_tokens, Sampler(), seed, epoch=1, eos_ids=eos, taps=taps)
         self.target = SimulatedTarget(seed, eos=bool(eos))
         self.verifier = SimulatedVerifier(self.target, context_length, MAX_NODES)
-        self.drafter = SimulatedDrafter(self.target, self.rng, prompt) if drafting else None
+        self.drafter = self.new_drafter() if drafting else None
         self.expected, self.finish = self.target.plain(self.request, context_length)
-        self.state = State(self.request, context_length, Budget(24, 6, 4), drafting)
+        self.state = State(
+            self.request, context_length, Budget(24, 6, 4), Feed.from_start(self.request) if drafting else None
+        )
         self.faults = faults
-        self.from_verifier, self.from_drafter, self.past = deque(), deque(), []
+        # History comes on a stream of its own: in any order with verdicts.
+        self.from_verifier, self.history, self.from_drafter, self.past = deque(), deque(), deque(), []
         self.emitted, self.depths, self.outcome, self.seen = [], [], None, Counter()
+
+    def new_drafter(self):
+        return SimulatedDrafter(self.target, self.rng, self.request.tokens)
 
     def run(self):
         self.feed(Start())
@@ -65,7 +77,16 @@ class Schedule:
                 return DrafterLost("by chance")
             if chance < 0.12:
                 return self.rng.choice([Cancel(), VerifierLost("by chance"), "stop"])
-        ready = [queue for queue in (self.from_verifier, self.from_drafter) if queue]
+            if chance < 0.17 and self.state.phase == "drafting":
+                self.seen["late"] += 1
+                return DraftLate(self.state.round)
+            if chance < 0.175 and self.drafter:
+                return DrafterBehind("by chance")
+            if chance < 0.3 and self.drafter is None and self.state.wants_drafter:
+                self.seen["joined"] += 1
+                self.drafter = self.new_drafter()
+                return DrafterJoined((0,))
+        ready = [queue for queue in (self.from_verifier, self.history, self.from_drafter) if queue]
         assert ready, f"nothing is under way while {self.state.phase}"
         event = ready[int(self.rng.integers(len(ready)))].popleft()
         # Only messages that belong to a round can come twice, and the one that begins the first.
@@ -88,15 +109,22 @@ class Schedule:
     def perform(self, effect):
         match effect:
             case ToVerifierEffect():
-                self.from_verifier += self.verifier.receive(effect.message)
+                for answer in self.verifier.receive(effect.message):
+                    (self.history if isinstance(answer, History) else self.from_verifier).append(answer)
             case ToDrafterEffect():
                 assert self.drafter, "a drafter that is gone is sent nothing"
+                assert isinstance(effect.message, OpenDraft) or effect.message.session == self.state.feed.session
                 self.from_drafter += self.drafter.receive(effect.message)
             case DropDrafter():
                 assert self.drafter
                 self.drafter = None
                 self.from_drafter.clear()
-                self.seen[next(why for why in ("by chance", "lacks features", "refused") if why in effect.message)] += 1
+                self.seen[next(why for why in ("by chance", "refused") if why in effect.message)] += 1
+            case ReopenDrafter():
+                assert self.drafter
+                self.drafter = self.new_drafter()
+                self.from_drafter.clear()
+                self.seen["resynced"] += 1
             case Emit():
                 self.emitted += effect.tokens
                 self.depths += effect.depths
@@ -110,7 +138,7 @@ def assert_end(run):
     assert run.emitted == run.expected[: len(run.emitted)]
     assert run.state.phase == "finished"
     match run.outcome:
-        case Fail(reason=Reason.INTERNAL, message="by chance") | Finish("cancelled"):
+        case Fail(reason=Reason.SERVICE_UNAVAILABLE, message="by chance") | Finish("cancelled"):
             pass
         case Finish("stop") if hasattr(run, "stop_at"):
             assert run.verifier.tokens == [*run.request.tokens, *run.expected][: run.stop_at]
@@ -134,7 +162,7 @@ def test_faults_never_change_a_token(block):
 def test_the_schedules_meet_every_fault_and_every_end():
     runs = [run_with_faults(seed) for seed in range(300)]
     seen = sum((run.seen for run in runs), Counter())
-    assert set(seen) == {"stale", "wrong root", "by chance", "lacks features", "refused"}
+    assert set(seen) == {"stale", "wrong root", "by chance", "refused", "late", "joined", "resynced"}
     assert min(seen.values()) >= 5
     ends = Counter(type(run.outcome).__name__ if isinstance(run.outcome, Fail) else run.outcome.reason for run in runs)
     assert set(ends) == {"Fail", "cancelled", "stop", "length"}
@@ -162,7 +190,7 @@ def test_a_session_resumed_with_a_higher_epoch_goes_on_with_the_same_tokens():
         middle = len(first.request.tokens) + len(first.expected) // 2
         resumed = Schedule(seed, faults=False)
         resumed.request = replace(first.request, tokens=tuple(whole[:middle]), epoch=2)
-        resumed.state = replace(resumed.state, open=resumed.request)
+        resumed.state = replace(resumed.state, open=resumed.request, feed=Feed.from_start(resumed.request))
         resumed.drafter = SimulatedDrafter(resumed.target, resumed.rng, resumed.request.tokens)
         resumed.run()
         assert resumed.emitted == whole[middle:]

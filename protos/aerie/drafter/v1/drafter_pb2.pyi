@@ -175,7 +175,10 @@ class Drafted(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
+    queue_seconds: _builtins.float
+    """Wait for the device before that."""
     @_builtins.property
     def id(self) -> _types_pb2.RoundId: ...
     @_builtins.property
@@ -186,10 +189,11 @@ class Drafted(_message.Message):
         id: _types_pb2.RoundId | None = ...,
         tree: _types_pb2.DraftTree | None = ...,
         seconds: _builtins.float = ...,
+        queue_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "seconds", b"seconds", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "queue_seconds", b"queue_seconds", "seconds", b"seconds", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,12 +250,15 @@ class GetInfoResponse(_message.Message):
     TARGET_FINGERPRINT_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     family: _builtins.str
     target_fingerprint: _builtins.str
     """Of the target that it was made for; absent when it does not say."""
     parameters: _builtins.int
     sessions: _builtins.int
+    draft_seconds: _builtins.float
+    """Running mean of T_draft."""
     @_builtins.property
     def taps(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Tap]: ...
     def __init__(
@@ -263,10 +270,11 @@ class GetInfoResponse(_message.Message):
         target_fingerprint: _builtins.str | None = ...,
         parameters: _builtins.int = ...,
         sessions: _builtins.int = ...,
+        draft_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_target_fingerprint", b"_target_fingerprint", "target_fingerprint", b"target_fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target_fingerprint", b"_target_fingerprint", "family", b"family", "name", b"name", "parameters", b"parameters", "sessions", b"sessions", "taps", b"taps", "target_fingerprint", b"target_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target_fingerprint", b"_target_fingerprint", "draft_seconds", b"draft_seconds", "family", b"family", "name", b"name", "parameters", b"parameters", "sessions", b"sessions", "taps", b"taps", "target_fingerprint", b"target_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__target_fingerprint: _TypeAlias = _typing.Literal["target_fingerprint"]  # noqa: Y015
     _WhichOneofArgType__target_fingerprint: _TypeAlias = _typing.Literal["_target_fingerprint", b"_target_fingerprint"]  # noqa: Y015

@@ -303,6 +303,10 @@ class Stats(_message.Message):
     DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     VERIFY_SECONDS_FIELD_NUMBER: _builtins.int
     OVERHEAD_SECONDS_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    NETWORK_SECONDS_FIELD_NUMBER: _builtins.int
+    FALLBACK_ROUNDS_FIELD_NUMBER: _builtins.int
+    LATE_ROUNDS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     rounds: _builtins.int
@@ -314,6 +318,12 @@ class Stats(_message.Message):
     draft_seconds: _builtins.float
     verify_seconds: _builtins.float
     overhead_seconds: _builtins.float
+    """Neither draft nor verify compute: network, queues and the orchestrator itself."""
+    queue_seconds: _builtins.float
+    network_seconds: _builtins.float
+    fallback_rounds: _builtins.int
+    """Rounds of one node although a drafter was attached, and those of them whose draft came too late."""
+    late_rounds: _builtins.int
     @_builtins.property
     def acceptance_by_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Share of the rounds with a node at depth d that accepted one, from d = 1 on."""
@@ -333,10 +343,14 @@ class Stats(_message.Message):
         draft_seconds: _builtins.float = ...,
         verify_seconds: _builtins.float = ...,
         overhead_seconds: _builtins.float = ...,
+        queue_seconds: _builtins.float = ...,
+        network_seconds: _builtins.float = ...,
+        fallback_rounds: _builtins.int = ...,
+        late_rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_by_depth", b"acceptance_by_depth", "acceptance_length", b"acceptance_length", "completion_tokens", b"completion_tokens", "decode_seconds", b"decode_seconds", "draft_seconds", b"draft_seconds", "drafted_rounds", b"drafted_rounds", "overhead_seconds", b"overhead_seconds", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "rounds", b"rounds", "tokens_per_second", b"tokens_per_second", "verify_seconds", b"verify_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_by_depth", b"acceptance_by_depth", "acceptance_length", b"acceptance_length", "completion_tokens", b"completion_tokens", "decode_seconds", b"decode_seconds", "draft_seconds", b"draft_seconds", "drafted_rounds", b"drafted_rounds", "fallback_rounds", b"fallback_rounds", "late_rounds", b"late_rounds", "network_seconds", b"network_seconds", "overhead_seconds", b"overhead_seconds", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "rounds", b"rounds", "tokens_per_second", b"tokens_per_second", "verify_seconds", b"verify_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,32 +438,52 @@ Global___ListDraftersResponse: _TypeAlias = ListDraftersResponse  # noqa: Y015
 class DrafterSummary(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    INSTANCE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     FAMILY_FIELD_NUMBER: _builtins.int
     TARGET_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TAPS_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    instance: _builtins.str
+    """Unique: one drafter can run several times."""
     name: _builtins.str
     family: _builtins.str
     target_fingerprint: _builtins.str
+    """Of the target that it was made for; absent when it does not say."""
     parameters: _builtins.int
     sessions: _builtins.int
     draft_seconds: _builtins.float
     """Running mean of T_draft."""
+    address: _builtins.str
+    ready: _builtins.bool
+    """It takes sessions; without that only `instance` and `detail` are there."""
+    detail: _builtins.str
+    """Why it takes none."""
+    @_builtins.property
+    def taps(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Tap]: ...
     def __init__(
         self,
         *,
+        instance: _builtins.str = ...,
         name: _builtins.str = ...,
         family: _builtins.str = ...,
         target_fingerprint: _builtins.str | None = ...,
+        taps: _abc.Iterable[_types_pb2.Tap] | None = ...,
         parameters: _builtins.int = ...,
         sessions: _builtins.int = ...,
         draft_seconds: _builtins.float = ...,
+        address: _builtins.str = ...,
+        ready: _builtins.bool = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_target_fingerprint", b"_target_fingerprint", "target_fingerprint", b"target_fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target_fingerprint", b"_target_fingerprint", "draft_seconds", b"draft_seconds", "family", b"family", "name", b"name", "parameters", b"parameters", "sessions", b"sessions", "target_fingerprint", b"target_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target_fingerprint", b"_target_fingerprint", "address", b"address", "detail", b"detail", "draft_seconds", b"draft_seconds", "family", b"family", "instance", b"instance", "name", b"name", "parameters", b"parameters", "ready", b"ready", "sessions", b"sessions", "taps", b"taps", "target_fingerprint", b"target_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__target_fingerprint: _TypeAlias = _typing.Literal["target_fingerprint"]  # noqa: Y015
     _WhichOneofArgType__target_fingerprint: _TypeAlias = _typing.Literal["_target_fingerprint", b"_target_fingerprint"]  # noqa: Y015

@@ -182,24 +182,28 @@ Global___Truncate: _TypeAlias = Truncate  # noqa: Y015
 
 @_typing.final
 class Attach(_message.Message):
-    """Later verdicts carry these taps too, and the history of a drafter that came late follows."""
+    """Between two rounds: later verdicts carry these taps, and their history follows on Features. No taps: neither."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     TAPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    number: _builtins.int
+    """Counts a session's attachments from 1; 0 is what Open asked for."""
     @_builtins.property
     def taps(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Tap]: ...
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
+        number: _builtins.int = ...,
         taps: _abc.Iterable[_types_pb2.Tap] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "taps", b"taps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "number", b"number", "taps", b"taps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,14 +215,11 @@ class SessionResponse(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
-    HISTORY_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     @_builtins.property
     def prefilled(self) -> Global___Prefilled: ...
-    @_builtins.property
-    def history(self) -> Global___History: ...
     @_builtins.property
     def verdict(self) -> Global___Verdict: ...
     @_builtins.property
@@ -228,15 +229,14 @@ class SessionResponse(_message.Message):
         *,
         session: _builtins.str = ...,
         prefilled: Global___Prefilled | None = ...,
-        history: Global___History | None = ...,
         verdict: Global___Verdict | None = ...,
         error: _types_pb2.SessionError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "history", b"history", "message", b"message", "prefilled", b"prefilled", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "prefilled", b"prefilled", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "history", b"history", "message", b"message", "prefilled", b"prefilled", "session", b"session", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "message", b"message", "prefilled", b"prefilled", "session", b"session", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["prefilled", "history", "verdict", "error"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["prefilled", "verdict", "error"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -277,35 +277,6 @@ class Prefilled(_message.Message):
 Global___Prefilled: _TypeAlias = Prefilled  # noqa: Y015
 
 @_typing.final
-class History(_message.Message):
-    """A slice of the prompt's features, and the tokens at the positions after each row."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    EPOCH_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    @_builtins.property
-    def features(self) -> _types_pb2.Features: ...
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        epoch: _builtins.int = ...,
-        features: _types_pb2.Features | None = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "features", b"features", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___History: _TypeAlias = History  # noqa: Y015
-
-@_typing.final
 class Verdict(_message.Message):
     """Outcome of a round."""
 
@@ -317,10 +288,13 @@ class Verdict(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     finish: _types_pb2.FinishReason.ValueType
     seconds: _builtins.float
     """T_verify."""
+    queue_seconds: _builtins.float
+    """Wait for a batch before that."""
     @_builtins.property
     def id(self) -> _types_pb2.RoundId: ...
     @_builtins.property
@@ -346,15 +320,137 @@ class Verdict(_message.Message):
         finish: _types_pb2.FinishReason.ValueType = ...,
         features: _types_pb2.Features | None = ...,
         seconds: _builtins.float = ...,
+        queue_seconds: _builtins.float = ...,
         log_probs: _abc.Iterable[_types_pb2.TokenLogProbs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "finish", b"finish", "id", b"id", "log_probs", b"log_probs", "path", b"path", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "finish", b"finish", "id", b"id", "log_probs", b"log_probs", "path", b"path", "queue_seconds", b"queue_seconds", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class FeaturesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIBE_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def subscribe(self) -> Global___Subscribe:
+        """First."""
+
+    @_builtins.property
+    def acknowledge(self) -> Global___Acknowledge: ...
+    def __init__(
+        self,
+        *,
+        subscribe: Global___Subscribe | None = ...,
+        acknowledge: Global___Acknowledge | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "message", b"message", "subscribe", b"subscribe"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "message", b"message", "subscribe", b"subscribe"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["subscribe", "acknowledge"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___FeaturesRequest: _TypeAlias = FeaturesRequest  # noqa: Y015
+
+@_typing.final
+class Subscribe(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Subscribe: _TypeAlias = Subscribe  # noqa: Y015
+
+@_typing.final
+class Acknowledge(_message.Message):
+    """So many bytes of features have gone on to the drafter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Acknowledge: _TypeAlias = Acknowledge  # noqa: Y015
+
+@_typing.final
+class FeaturesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HISTORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def history(self) -> Global___History: ...
+    def __init__(
+        self,
+        *,
+        history: Global___History | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeaturesResponse: _TypeAlias = FeaturesResponse  # noqa: Y015
+
+@_typing.final
+class History(_message.Message):
+    """Features of consecutive positions in at most 256 KiB, and the tokens at the positions after each row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of the Attach that it answers; 0 is Open."""
+    @_builtins.property
+    def features(self) -> _types_pb2.Features: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        features: _types_pb2.Features | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "number", b"number", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___History: _TypeAlias = History  # noqa: Y015
 
 @_typing.final
 class GetInfoRequest(_message.Message):

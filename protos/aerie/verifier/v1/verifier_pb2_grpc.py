@@ -39,6 +39,11 @@ class VerifierServiceStub:
                 request_serializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.SessionRequest.SerializeToString,
                 response_deserializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.Features = channel.stream_stream(
+                '/aerie.verifier.v1.VerifierService/Features',
+                request_serializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.FeaturesRequest.SerializeToString,
+                response_deserializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.FeaturesResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/aerie.verifier.v1.VerifierService/GetInfo',
                 request_serializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.GetInfoRequest.SerializeToString,
@@ -66,6 +71,14 @@ class VerifierServiceServicer:
 
     def Session(self, request_iterator, context):
         """One session's life. Its end, however it comes, releases the lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Features(self, request_iterator, context):
+        """One session's history for its drafters, by credit: at most 4 MiB that are not acknowledged. On a channel of its own
+        it never delays a verdict. It ends with the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +118,11 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.SessionRequest.FromString,
                     response_serializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.SessionResponse.SerializeToString,
+            ),
+            'Features': grpc.stream_stream_rpc_method_handler(
+                    servicer.Features,
+                    request_deserializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.FeaturesRequest.FromString,
+                    response_serializer=aerie_dot_verifier_dot_v1_dot_verifier__pb2.FeaturesResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -154,6 +172,33 @@ class VerifierService:
             '/aerie.verifier.v1.VerifierService/Session',
             aerie_dot_verifier_dot_v1_dot_verifier__pb2.SessionRequest.SerializeToString,
             aerie_dot_verifier_dot_v1_dot_verifier__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Features(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/aerie.verifier.v1.VerifierService/Features',
+            aerie_dot_verifier_dot_v1_dot_verifier__pb2.FeaturesRequest.SerializeToString,
+            aerie_dot_verifier_dot_v1_dot_verifier__pb2.FeaturesResponse.FromString,
             options,
             channel_credentials,
             insecure,

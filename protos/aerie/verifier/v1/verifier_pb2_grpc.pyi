@@ -33,6 +33,10 @@ class VerifierServiceStub:
     def __new__(cls, channel: _aio.Channel) -> VerifierServiceAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_verifier_pb2.SessionRequest, _verifier_pb2.SessionResponse]
     """One session's life. Its end, however it comes, releases the lease."""
+    Features: _grpc.StreamStreamMultiCallable[_verifier_pb2.FeaturesRequest, _verifier_pb2.FeaturesResponse]
+    """One session's history for its drafters, by credit: at most 4 MiB that are not acknowledged. On a channel of its own
+    it never delays a verdict. It ends with the session.
+    """
     GetInfo: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetInfoRequest, _verifier_pb2.GetInfoResponse]
     """What drafters and orchestrators need to know of the target."""
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetTokenizerRequest, _verifier_pb2.GetTokenizerResponse]
@@ -46,6 +50,10 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_verifier_pb2.SessionRequest, _verifier_pb2.SessionResponse]  # type: ignore[assignment]
     """One session's life. Its end, however it comes, releases the lease."""
+    Features: _aio.StreamStreamMultiCallable[_verifier_pb2.FeaturesRequest, _verifier_pb2.FeaturesResponse]  # type: ignore[assignment]
+    """One session's history for its drafters, by credit: at most 4 MiB that are not acknowledged. On a channel of its own
+    it never delays a verdict. It ends with the session.
+    """
     GetInfo: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetInfoRequest, _verifier_pb2.GetInfoResponse]  # type: ignore[assignment]
     """What drafters and orchestrators need to know of the target."""
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetTokenizerRequest, _verifier_pb2.GetTokenizerResponse]  # type: ignore[assignment]
@@ -62,6 +70,16 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_pb2.SessionResponse], _abc.AsyncIterator[_verifier_pb2.SessionResponse]]:
         """One session's life. Its end, however it comes, releases the lease."""
+
+    @_abc_1.abstractmethod
+    def Features(
+        self,
+        request_iterator: _MaybeAsyncIterator[_verifier_pb2.FeaturesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_verifier_pb2.FeaturesResponse], _abc.AsyncIterator[_verifier_pb2.FeaturesResponse]]:
+        """One session's history for its drafters, by credit: at most 4 MiB that are not acknowledged. On a channel of its own
+        it never delays a verdict. It ends with the session.
+        """
 
     @_abc_1.abstractmethod
     def GetInfo(

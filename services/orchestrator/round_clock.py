@@ -1,0 +1,66 @@
+"""Where the time of one round went, published as ``round.committed``."""
+
+import time
+
+from services.runtime.bus import Bus
+from services.speculation.messages import Drafted, Verdict, Verify
+
+
+class RoundClock:
+    """One session's clock: told of each step, it publishes every round.
+
+    Attributes:
+        attached: A drafter was attached when the round was verified.
+        late: The round's draft has not come in time.
+    """
+
+    def __init__(self, session: str, bus: Bus) -> None:
+        self._session = session
+        self._bus = bus
+        self._began = time.perf_counter()
+        self._sent = self._began
+        self._nodes = 1
+        self.attached = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._draft = self._queue = self._network = 0.0
+        self.late = False
+
+    @property
+    def verify_wait(self) -> float:
+        """Seconds since the tree was sent."""
+        return time.perf_counter() - self._sent
+
+    def on_drafted(self, message: Drafted, wait: float) -> None:
+        self._draft = message.seconds
+        self._add(message.seconds, message.queue_seconds, wait)
+
+    def on_verify(self, message: Verify, attached: bool) -> None:
+        self._sent, self._nodes, self.attached = time.perf_counter(), len(message.tree), attached
+
+    def on_verdict(self, message: Verdict, drafted: bool) -> None:
+        self._add(message.seconds, message.queue_seconds, self.verify_wait)
+        now = time.perf_counter()
+        self._bus.publish(
+            "round.committed",
+            session=self._session,
+            round=message.round,
+            tokens=len(message.tokens),
+            nodes=self._nodes,
+            accepted=len(message.tokens) - 1,
+            draft_seconds=self._draft,
+            verify_seconds=message.seconds,
+            network_seconds=self._network,
+            queue_seconds=self._queue,
+            round_seconds=now - self._began,
+            drafted=drafted,
+            attached=self.attached,
+            late=self.late,
+        )
+        self._began = now
+        self._begin()
+
+    def _add(self, seconds: float, queued: float, wait: float) -> None:
+        self._queue += queued
+        self._network += max(0.0, wait - seconds - queued)

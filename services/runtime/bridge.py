@@ -1,0 +1,70 @@
+"""The bridge from a gRPC stream to an actor, and back."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from services.runtime.actor import Actor, ActorStopped, MailboxFull
+from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import PortError
+
+Reply = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """How one kind of service turns a stream's messages into an actor's, and back.
+
+    Attributes:
+        read: Request -> message; raises AerieError.
+        write: Message -> response, or None for what goes another way.
+        envelope: (message, reply) -> what the actor is told.
+        closing: (session, reply) -> what it is told at the end of the stream.
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+    envelope: Callable[[Any, Reply], Any]
+    closing: Callable[[str, Reply], Any]
+
+    async def run(self, host: Actor[Any], requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+        """Responses of one stream, until its requests end or it is abandoned. Its end is the end of its sessions.
+
+        Raises:
+            ActorStopped: The actor has stopped.
+        """
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+        reply = inbox.put_nowait  # the stream's identity, too
+        sessions: set[str] = set()
+
+        async def listen() -> None:
+            try:
+                async for request in requests:
+                    sessions.add(request.session)
+                    try:
+                        host.tell(self.envelope(self.read(request), reply))
+                    except MailboxFull as error:
+                        reply(PortError(request.session, Reason.RESOURCE_EXHAUSTED, str(error)))
+                    except AerieError as error:
+                        reply(PortError(request.session, error.reason, error.message))
+            except ActorStopped:
+                pass  # the callback below says so
+            finally:
+                reply(None)
+
+        unsubscribe = host.on_stop(lambda: reply(None))
+        listener = asyncio.create_task(listen(), name=f"{host.name} listener")
+        try:
+            while (message := await inbox.get()) is not None:
+                if (response := self.write(message)) is not None:
+                    yield response
+            if not host.alive:
+                raise ActorStopped(f"{host.name} has stopped")
+        finally:
+            listener.cancel()
+            unsubscribe()
+            with contextlib.suppress(ActorStopped):
+                for session in sessions:
+                    host.post(self.closing(session, reply))
