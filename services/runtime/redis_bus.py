@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from services.runtime.bus import CLAIM_SECONDS, BusEvent, DropCounter, read_event, write_event
 from services.runtime.outage import Outage
-from services.runtime.redis_client import REDIS_ERRORS
+from services.runtime.redis_client import REDIS_ERRORS, cancellable
 
 BATCH = 128
 BLOCK_SECONDS = 0.5  # less than a client's socket timeout, or a quiet stream would look like Redis away
@@ -104,7 +104,8 @@ class RedisBus:
             self._published.clear()
             while batch := list(islice(self._waiting, BATCH)):
                 try:
-                    await self._append(batch)
+                    with cancellable():
+                        await self._append(batch)
                 except REDIS_ERRORS as error:
                     await asyncio.sleep(outage.failed(error))
                     continue
@@ -147,7 +148,8 @@ class _Consumer:
     async def __anext__(self) -> BusEvent:
         while True:
             try:
-                found = await self._take()
+                with cancellable():
+                    found = await self._take()
             except REDIS_ERRORS as error:
                 if isinstance(error, ResponseError):
                     self._in_group = False  # gone with all data: Redis was restarted, or the stream removed

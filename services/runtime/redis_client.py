@@ -1,5 +1,9 @@
 """Clients of Redis that give up soon: who waits for Redis decides himself whether to try again."""
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -30,3 +34,20 @@ def connect_redis(url: str, timeout: float = SOCKET_SECONDS) -> Redis:
         socket_connect_timeout=timeout,
         retry=Retry(NoBackoff(), 0),
     )
+
+
+@contextmanager
+def cancellable() -> Iterator[None]:
+    """Calls of Redis from which a cancellation comes through, if late.
+
+    redis-py sends with ``asyncio.wait_for``, which before Python 3.12 loses a cancellation that comes once it is done:
+    a task that calls Redis for ever could not be stopped.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError

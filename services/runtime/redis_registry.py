@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
 
-from services.runtime.redis_client import REDIS_ERRORS
+from services.runtime.redis_client import REDIS_ERRORS, cancellable
 from services.runtime.registry import KINDS, Entry, read_entry, write_entry
 
 CALL_SECONDS = 3.0
@@ -86,7 +86,8 @@ class RedisRegistry:
     async def _call(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._timeout):
-                yield
+                with cancellable():
+                    yield
         except REDIS_ERRORS as error:
             raise ConnectionError(f"the registry does not answer: {str(error) or type(error).__name__}") from error
 

@@ -98,7 +98,9 @@ def test_a_full_mailbox_cannot_keep_a_lease(tiny_engine):
 def test_more_sessions_than_a_mailbox_holds_all_run(tiny_engine):
     tiny_engine.verifier._capacity = DEFAULT_LIMITS.sessions
     first = plain_tokens(tiny_engine, 1)
-    requests = [tiny_engine.request(PROMPT, max_tokens=1, drafter="off") for _ in range(4 * DEFAULT_LIMITS.sessions + 100)]
+    requests = [
+        tiny_engine.request(PROMPT, max_tokens=1, drafter="off") for _ in range(4 * DEFAULT_LIMITS.sessions + 100)
+    ]
     assert {result.token_ids for result in tiny_engine.run_all(requests)} == {first}
 
 

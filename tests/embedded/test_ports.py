@@ -17,8 +17,10 @@ from services.speculation.warpers import Sampler
 from services.targets.loader import load_target
 from services.targets.target import Target
 from services.verifier.host import VerifierHost
-from tests import port_contract
+from tests import drafter_contract, port_contract, verifier_contract
+from tests.plain import decode
 from tests.port_contract import Service
+from tests.tiny import load_plain
 
 PROMPT = (5, 6, 7)
 
@@ -69,6 +71,30 @@ async def drafter(target: Target) -> AsyncIterator[Service]:
 def test_local_ports_keep_the_contract(target, serve, check):
     async def play():
         async with serve(target) as service:
+            await check(service)
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+@pytest.fixture(scope="session")
+def plain_tokens(tiny_folder) -> list[int]:
+    """What the target itself writes after the contract's prompt."""
+    return decode(load_plain(tiny_folder), verifier_contract.PROMPT, 12).tokens
+
+
+@pytest.mark.parametrize("check", verifier_contract.CHECKS)
+def test_local_verifiers_keep_the_contract(target, plain_tokens, check):
+    async def play():
+        async with verifier(target) as service:
+            await check(service, plain_tokens)
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+@pytest.mark.parametrize("check", drafter_contract.CHECKS)
+def test_local_drafters_keep_the_contract(target, check):
+    async def play():
+        async with drafter(target) as service:
             await check(service)
 
     asyncio.run(asyncio.wait_for(play(), 60))

@@ -17,15 +17,25 @@ from services.runtime.grpc_server import start_server
 from services.speculation.messages import DrafterStatus
 from services.targets.loader import load_target
 from services.verifier import servicer as verifier_service
-from tests import port_contract
+from tests import drafter_contract, port_contract, verifier_contract
 from tests.embedded import test_ports
-from tests.tiny import write_tiny_llama
+from tests.plain import decode
+from tests.tiny import load_plain, write_tiny_llama
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+def folder(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def target(folder):
     return device_thread().submit(lambda: load_target(str(folder))).result()
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(folder):
+    return decode(load_plain(folder), verifier_contract.PROMPT, 12).tokens
 
 
 @asynccontextmanager
@@ -59,6 +69,24 @@ def play(scenario):
 def test_grpc_ports_keep_the_contract(target, tmp_path, kind, check):
     async def scenario():
         async with over_grpc(kind, target, tmp_path) as (service, _):
+            await check(service)
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("check", verifier_contract.CHECKS)
+def test_verifiers_over_grpc_keep_the_contract(target, plain_tokens, tmp_path, check):
+    async def scenario():
+        async with over_grpc("verifier", target, tmp_path) as (service, _):
+            await check(service, plain_tokens)
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("check", drafter_contract.CHECKS)
+def test_drafters_over_grpc_keep_the_contract(target, tmp_path, check):
+    async def scenario():
+        async with over_grpc("drafter", target, tmp_path) as (service, _):
             await check(service)
 
     play(scenario())

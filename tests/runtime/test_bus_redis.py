@@ -14,6 +14,7 @@ from services.runtime.redis_client import connect_redis
 from tests.proxy import Proxy
 from tests.redis_server import own_redis
 from tests.runtime.test_bus_contract import collect, following, listening, until
+from tests.runtime.test_registry_redis import cancelled_anytime
 
 
 @pytest.fixture(scope="module")
@@ -233,3 +234,27 @@ def test_draining_ends_at_its_deadline(redis, lines):
 
     run(scenario)
     assert lines() == ["WARNING", "WARNING"]
+
+
+def test_consumers_and_senders_can_be_cancelled(redis):
+    async def scenario():
+        async with connect_redis(redis.url) as client, started(client, claim_after=0.001) as bus:
+
+            async def consume():
+                async for _ in bus.consume("group", "a"):
+                    bus.publish("n")
+
+            async def send():
+                sender = RedisBus(client, stream=bus._stream)
+                sender.start()
+                try:
+                    while True:
+                        sender.publish("n")
+                        await asyncio.sleep(0)
+                finally:
+                    await sender.stop()
+
+            for task in (consume, send):
+                await cancelled_anytime(task)
+
+    run(scenario)

@@ -238,7 +238,7 @@ def test_a_redis_restarted_empty_lists_it_again_soon_and_quietly(redis, caplog):
     async def scenario():
         async with connect_redis(redis.url) as client:
             registry = RedisRegistry(client, f"test:{uuid.uuid4().hex}")
-            async with member(registry, HEARTBEAT_SECONDS, LEASE_SECONDS):
+            async with member(registry, 0.2, 60):
                 await listed(registry, DRAFTER)
                 await client.set("marker", "data")
                 await asyncio.to_thread(redis.stop)
