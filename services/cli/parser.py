@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from services import __version__
+from services.cli.parser_serving import add_serving
+from services.cli.parser_shared import add_overrides, add_threads
 from services.cli.report import UsageError
 
 
@@ -63,43 +65,11 @@ def build_parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what a drafter checkpoint is, and whether it fits a target")
     inspect.add_argument("checkpoint", help="a checkpoint folder, or eagle3 for the shipped one")
     inspect.add_argument("--target", metavar="TARGET", help="check the fit with this target")
-    _add_overrides(inspect)
+    add_overrides(inspect)
     inspect.set_defaults(run=_inspect)
 
-    serve = commands.add_parser("serve", help="run one service: a verifier, a drafter or an orchestrator")
-    kinds = serve.add_subparsers(dest="kind", required=True, metavar="SERVICE")
-    verifier = kinds.add_parser("verifier", help="owns the target and its KV cache")
-    _add_listen(verifier, 50051)
-    verifier.add_argument("--target", default="smollm2", metavar="TARGET", help="as for generate (default: smollm2)")
-    verifier.add_argument("--kv-bytes", type=int, metavar="N", help="budget of all sessions' caches (default: none)")
-    _add_threads(verifier)
-    verifier.set_defaults(run=_serve_verifier, drafter="off")
-    drafter = kinds.add_parser("drafter", help="proposes tokens")
-    _add_listen(drafter, 50052)
-    drafter.add_argument("--drafter", default="auto", metavar="DRAFTER", help="as for generate (default: auto)")
-    drafter.add_argument("--verifier", default="127.0.0.1:50051", metavar="ADDR", help="where it learns of the target")
-    _add_threads(drafter)
-    _add_overrides(drafter)
-    drafter.set_defaults(run=_serve_drafter, target="smollm2")
-    orchestrator = kinds.add_parser("orchestrator", help="runs the rounds and serves clients")
-    _add_listen(orchestrator, 50050)
-    orchestrator.add_argument("--verifier", default="127.0.0.1:50051", metavar="ADDR")
-    orchestrator.add_argument("--drafter", nargs="*", default=["127.0.0.1:50052"], metavar="ADDR")
-    orchestrator.set_defaults(run=_serve_orchestrator)
+    add_serving(commands)
     return parser
-
-
-def _add_listen(parser: argparse.ArgumentParser, port: int) -> None:
-    parser.add_argument(
-        "--listen",
-        default=f"127.0.0.1:{port}",
-        metavar="ADDR",
-        help=f"host:port or unix:PATH (default: 127.0.0.1:{port})",
-    )
-
-
-def _add_threads(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of matrix products (default: one a core)")
 
 
 def _add_raw(parser: argparse.ArgumentParser) -> None:
@@ -191,17 +161,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         metavar="DRAFTER",
         help="auto (a shipped one that fits, else none), eagle3, off or a checkpoint folder (default: auto)",
     )
-    _add_threads(models)
-    _add_overrides(parser)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ambiguous drafter checkpoints")
-    group.add_argument(
-        "--tap-convention",
-        choices=("boundary", "layer-output"),
-        help="how tap ids are counted (default: as the config suggests)",
-    )
+    add_threads(models)
+    add_overrides(parser)
 
 
 def _add_tree(parser: argparse.ArgumentParser) -> None:
@@ -239,21 +200,3 @@ def _inspect(options: argparse.Namespace) -> int:
     from services.cli.inspect import inspect
 
     return inspect(options)
-
-
-def _serve_verifier(options: argparse.Namespace) -> int:
-    from services.cli.serve import serve_verifier
-
-    return serve_verifier(options)
-
-
-def _serve_drafter(options: argparse.Namespace) -> int:
-    from services.cli.serve import serve_drafter
-
-    return serve_drafter(options)
-
-
-def _serve_orchestrator(options: argparse.Namespace) -> int:
-    from services.cli.serve import serve_orchestrator
-
-    return serve_orchestrator(options)

@@ -62,13 +62,14 @@ class Parts:
         device: DeviceThread,
         kv_bytes: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        bus: MemoryBus | None = None,
     ) -> "Parts":
         """Start every actor; ``model`` is the drafter, None decodes plainly.
 
         Raises:
             AerieError: The drafter does not fit.
         """
-        verifier = await device.run(lambda: VerifierHost(target, device, kv_bytes, MemoryBus()))
+        verifier = await device.run(lambda: VerifierHost(target, device, kv_bytes, bus))
         parts = cls(target, device, verifier, limits)
         verifier.start()
         parts.directory.start()

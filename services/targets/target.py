@@ -92,7 +92,7 @@ class Target:
         return Forward(None if rows is not None and rows.size == 0 else logits, recorded)
 
     def tensor(self, name: str) -> mx.array:
-        """A weight that drafters share: "embed_tokens" or "lm_head" [V, hidden], dequantised.
+        """A weight that drafters share: "embed_tokens" or "lm_head" [V, hidden], dequantised, or "final_norm" [hidden].
 
         Raises:
             AerieError: INVALID_ARGUMENT for another name.
@@ -103,6 +103,8 @@ class Target:
         if name == "lm_head":
             head = next((m["lm_head"] for m in self.model.modules() if "lm_head" in m), decoder["embed_tokens"])
             return dense_weight(head)
+        if name == "final_norm" and "norm" in decoder and "weight" in decoder["norm"]:
+            return decoder["norm"].weight
         raise AerieError(Reason.INVALID_ARGUMENT, f"no shared tensor {name!r}")
 
 

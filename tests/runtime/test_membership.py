@@ -102,9 +102,9 @@ def test_it_joins_renews_and_leaves():
 def test_renewing_keeps_a_short_lease_alive():
     async def scenario():
         registry = MemoryRegistry()
-        async with member(registry, heartbeat=0.05, lease=0.5):
+        async with member(registry, heartbeat=0.05, lease=0.4):
             await listed(registry, DRAFTER)
-            end = time.monotonic() + 0.8
+            end = time.monotonic() + 0.6
             while time.monotonic() < end:
                 assert await registry.list() == [DRAFTER]
                 await asyncio.sleep(0.01)

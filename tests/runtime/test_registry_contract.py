@@ -171,7 +171,6 @@ def test_names_may_look_like_keys_and_patterns(run):
         entry("a", value=float("nan")),
         entry("a", value={1, 2}),
     ],
-    ids=repr,
 )
 def test_entries_that_cannot_be_kept_are_refused(run, bad):
     async def scenario(registry):

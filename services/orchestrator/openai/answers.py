@@ -152,13 +152,10 @@ class Answer:
 
     def _sound(self, item: Chunk | Done | Exception) -> Chunk | Done:
         if isinstance(item, AerieError):
-            raise refused(item, _PARAMS.get(item.reason, self._blamed(item.reason)))
+            raise refused(item, _PARAMS.get(item.reason))
         if isinstance(item, Exception):
             raise internal(log_incident(log, "a generation failed", item))
         return item
-
-    def _blamed(self, reason: Reason) -> str | None:
-        return self.endpoint.prompt if reason in (Reason.PROMPT_EMPTY, Reason.PROMPT_TOO_LONG) else None
 
     def _shown(self, index: int, log_probs: Sequence[Any]) -> Sequence[Any] | None:
         return None if self.requests[index].top_logprobs is None else log_probs

@@ -23,7 +23,7 @@ from services.orchestrator.openai.requests import Options, read_chat, read_compl
 from services.orchestrator.openai.responses import CHAT, COMPLETION, Bodies, Endpoint
 from services.orchestrator.service import Orchestrator
 from services.runtime.actor import log_incident
-from services.speculation.errors import AerieError
+from services.speculation.errors import AerieError, Reason
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,8 @@ class _Gateway:
 
     def _answer(self, endpoint: Endpoint, prompts: Sequence[Any], options: Options) -> Answer:
         info = self._orchestrator.info
+        for tokens in prompts:
+            _check_length(endpoint, len(tokens), info.context_length)
         return Answer(
             orchestrator=self._orchestrator,
             endpoint=endpoint,
@@ -126,6 +128,15 @@ class _Gateway:
             include_usage=options.include_usage,
             keep_alive=self._keep_alive,
         )
+
+
+def _check_length(endpoint: Endpoint, length: int, context_length: int) -> None:
+    """As the verifier does, but before any of several choices has an answer under way."""
+    if not length:
+        raise refused(AerieError(Reason.PROMPT_EMPTY, "the prompt has no tokens"), endpoint.prompt)
+    if length >= context_length:
+        message = f"the prompt has {length} tokens; the context of {context_length} leaves no room"
+        raise refused(AerieError(Reason.PROMPT_TOO_LONG, message), endpoint.prompt)
 
 
 async def _read_json(request: HttpRequest) -> dict[str, Any]:

@@ -101,16 +101,20 @@ class CompletionShape:
         return self.part(text, log_probs)
 
     def _log_probs(self, values: Sequence[TokenLogProbs]) -> dict[str, Any]:
-        offsets = []
-        for value in values:
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.push(value.token))
+        offsets = [self._begin(value.token) for value in values]
         return {
             "tokens": [self._name(value.token) for value in values],
             "token_logprobs": [_finite(value.log_prob) for value in values],
             "top_logprobs": [self._top(value) for value in values],
             "text_offset": offsets,
         }
+
+    def _begin(self, token: int) -> int:
+        """Where the token's text begins; halves of a character all begin where it does."""
+        before, piece, own = self._offset, self._detokenizer.push(token), self._bytes.text(token)
+        self._offset += len(piece)
+        # Halves that never became a character come out with the token behind them.
+        return self._offset - len(own) if piece.endswith(own) else before
 
     def _top(self, value: TokenLogProbs) -> dict[str, float]:
         """The alternatives and the token itself. Of two tokens that look the same, the likelier one."""

@@ -1,0 +1,1 @@
+"""``aerie serve``: each service as a process, until a signal ends it."""

@@ -1,0 +1,122 @@
+"""What a serving process has: its services, its ways to others, and what must end with it."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from redis.asyncio import Redis
+
+from services.orchestrator.grpc_ports import CHANNEL_OPTIONS, GrpcDrafterPort, GrpcVerifierPort
+from services.orchestrator.openai.server import HttpServer
+from services.runtime.bus import MemoryBus
+from services.runtime.gate import Gate
+from services.runtime.redis_bus import RedisBus
+from services.runtime.redis_client import connect_redis
+from services.runtime.redis_registry import RedisRegistry
+from services.speculation.errors import AerieError, Reason
+
+log = logging.getLogger(__name__)
+
+DEFAULT_VERIFIER, DEFAULT_DRAFTER = "127.0.0.1:50051", "127.0.0.1:50052"
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """One gRPC service: its full name, by which its health is asked for, and what registers its servicer."""
+
+    name: str
+    add: Callable[[Any], None]
+
+
+class Process:
+    """Use as an async context manager: everything that it opened ends with it.
+
+    Attributes:
+        kind: "verifier", "drafter", "orchestrator" or "all".
+        gate: Closed when the process drains.
+        bus: Events of this process; with Redis they go there, too.
+        registry: With Redis, where services find each other.
+        hosted: Its gRPC services.
+        http: Its HTTP server, if it has one.
+        entry_data: What the registry says of it.
+    """
+
+    def __init__(self, kind: str, options: argparse.Namespace) -> None:
+        self.kind = kind
+        self.gate = Gate()
+        self.bus = MemoryBus()
+        self.registry: RedisRegistry | None = None
+        self.hosted: list[Hosted] = []
+        self.http: HttpServer | None = None
+        self.entry_data: dict[str, Any] = {}
+        self._redis_url: str | None = options.redis
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._ends = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Process":
+        if self._redis_url:
+            try:
+                client = connect_redis(self._redis_url)
+            except ValueError as error:
+                raise AerieError(Reason.INVALID_ARGUMENT, f"--redis: {error}") from None
+            self._ends.push_async_callback(client.aclose)
+            self.registry = RedisRegistry(client)
+            self._forward_events(client)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._ends.aclose()
+
+    def on_end(self, end: Callable[[], Awaitable[None]]) -> None:
+        """Await ``end`` when the process ends; what was registered last ends first."""
+        self._ends.push_async_callback(end)
+
+    def dial(self, address: str, use: str = "rounds") -> grpc.aio.Channel:
+        """A channel to another service, one for each use."""
+        if (address, use) not in self._channels:
+            # Channels to one address would share their connection.
+            options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+            channel = grpc.aio.insecure_channel(address, options=options)
+            self._channels[address, use] = channel
+            self._ends.push_async_callback(channel.close)
+        return self._channels[address, use]
+
+    def verifier_port(self, address: str) -> GrpcVerifierPort:
+        return GrpcVerifierPort(self.dial(address), self.dial(address, "bulk"))
+
+    def drafter_port(self, address: str) -> GrpcDrafterPort:
+        return GrpcDrafterPort(self.dial(address))
+
+    async def find_verifier(self, address: str | None) -> str:
+        """The verifier's address: the one that is given, else the first in the registry.
+
+        Raises:
+            ConnectionError: There is none yet, or Redis is away.
+        """
+        if address or self.registry is None:
+            return address or DEFAULT_VERIFIER
+        if entries := await self.registry.list("verifier"):
+            return entries[0].address
+        raise ConnectionError("no verifier has registered")
+
+    def _forward_events(self, client: Redis) -> None:
+        remote = RedisBus(client)
+        remote.start()
+        waiting = self.bus.subscribe(capacity=1024)
+
+        async def forward() -> None:
+            async for event in waiting:
+                remote.publish(event.topic, **event.data)
+
+        forwarding = asyncio.create_task(forward(), name="events to Redis")
+
+        async def end() -> None:
+            forwarding.cancel()
+            await remote.drain(1.0)
+
+        self._ends.push_async_callback(end)
