@@ -154,9 +154,10 @@ def generation(
     stop: tuple[str, ...] = (),
     supply: Supply | None = None,
     bus: MemoryBus | None = None,
+    max_tokens: int = 12,
 ) -> Generation:
     """One that drafts from the start when there is a drafter: a script for a drafter that is awaited, or an offer."""
     offer = offer_of(drafter) if isinstance(drafter, Script) else drafter
-    opened = Open("s", PROMPT, len(PROMPT), 12, Sampler(), 5, taps=(1,) if offer else ())
+    opened = Open("s", PROMPT, len(PROMPT), max_tokens, Sampler(), 5, taps=(1,) if offer else ())
     state = State(opened, 1000, Budget(8, 4, 4), Feed.from_start(opened) if offer else None)
     return Generation(state, verifier, offer, supply, TextStream(tiny_tokenizer(), stop), bus or MemoryBus())

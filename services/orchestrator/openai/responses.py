@@ -4,7 +4,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from services.orchestrator.generation import Chunk, Done
@@ -217,18 +217,9 @@ def usage(prompt_tokens: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def _together(stats: Sequence[Stats]) -> Stats:
     """Sums over choices that ran side by side; the clock runs from the first one's first token to the last of all."""
-    if len(stats) == 1:
-        return stats[0]
-    return replace(
-        stats[0],
-        completion_tokens=sum(s.completion_tokens for s in stats),
-        rounds=sum(s.rounds for s in stats),
-        drafted_rounds=sum(s.drafted_rounds for s in stats),
-        first_token=min((s.first_token for s in stats if s.first_token), default=None),
-        last_token=max((s.last_token for s in stats if s.last_token), default=None),
-        prefill_seconds=sum(s.prefill_seconds for s in stats),
-        draft_seconds=sum(s.draft_seconds for s in stats),
-        verify_seconds=sum(s.verify_seconds for s in stats),
-        accepted=[accepted for s in stats for accepted in s.accepted],
-        wrong_roots=sum(s.wrong_roots for s in stats),
-    )
+    first = [s.first_token for s in stats if s.first_token is not None]
+    last = [s.last_token for s in stats if s.last_token is not None]
+    marks = {"started": min(s.started for s in stats), "first_token": min(first), "last_token": max(last)}
+    counted = [f.name for f in fields(Stats) if f.name not in marks]
+    sums = {name: sum((getattr(s, name) for s in stats[1:]), start=getattr(stats[0], name)) for name in counted}
+    return replace(stats[0], **marks, **sums)

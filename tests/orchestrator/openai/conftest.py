@@ -139,7 +139,9 @@ class Gateway:
         self.place = (host, int(port))
         self.client = openai.OpenAI(base_url=f"http://{server.address}/v1", api_key=key or "-", max_retries=0)
 
-    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any, http.client.HTTPMessage]:
+    def post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, http.client.HTTPMessage]:
         """Status, JSON and headers of a POST; ``body`` is JSON unless it is bytes."""
         return self.ask("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
 
@@ -169,7 +171,9 @@ class Gateway:
     def open(self, path: str, body: Any) -> socket.socket:
         """Send a POST and leave the answer to be read."""
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
         connection = socket.create_connection(self.place, WAIT_SECONDS)
         connection.sendall(head.encode() + data)
         return connection
