@@ -236,8 +236,8 @@ class Generation(Actor[Mail]):
                 self._clock.late = True
             case Verdict():
                 self._stats.on_verdict(event, self._clock.verify_wait)
-                self._stats.fallback_rounds += self._clock.attached and not before.drafted
-                self._clock.on_verdict(event, before.drafted)
+                self._stats.fallback_rounds += self._clock.attached and not self._clock.drafted
+                self._clock.on_verdict(event)
 
     async def _read_verifier(self) -> None:
         """Bring what the verifier sends to the mailbox, and its end, however it comes."""

@@ -11,6 +11,7 @@ class RoundClock:
 
     Attributes:
         attached: A drafter was attached when the round was verified.
+        drafted: The drafter's tree has come in time, if only a root.
         late: The round's draft has not come in time.
     """
 
@@ -25,7 +26,7 @@ class RoundClock:
 
     def _begin(self) -> None:
         self._draft = self._queue = self._network = 0.0
-        self.late = False
+        self.drafted = self.late = False
 
     @property
     def verify_wait(self) -> float:
@@ -33,13 +34,14 @@ class RoundClock:
         return time.perf_counter() - self._sent
 
     def on_drafted(self, message: Drafted, wait: float) -> None:
+        self.drafted = True
         self._draft = message.seconds
         self._add(message.seconds, message.queue_seconds, wait)
 
     def on_verify(self, message: Verify, attached: bool) -> None:
         self._sent, self._nodes, self.attached = time.perf_counter(), len(message.tree), attached
 
-    def on_verdict(self, message: Verdict, drafted: bool) -> None:
+    def on_verdict(self, message: Verdict) -> None:
         self._add(message.seconds, message.queue_seconds, self.verify_wait)
         now = time.perf_counter()
         self._bus.publish(
@@ -54,7 +56,7 @@ class RoundClock:
             network_seconds=self._network,
             queue_seconds=self._queue,
             round_seconds=now - self._began,
-            drafted=drafted,
+            drafted=self.drafted,
             attached=self.attached,
             late=self.late,
         )

@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.runtime.rich_status import GuardInterceptor
 from services.speculation.errors import AerieError, Reason
 
 MESSAGE_BYTES = 16 * 2**20
@@ -37,7 +38,7 @@ async def start_server(
     Raises:
         AerieError: INVALID_ARGUMENT, it cannot listen there.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(GuardInterceptor(),), options=SERVER_OPTIONS)
     add(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

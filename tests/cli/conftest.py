@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from services.cli.main import main
-from tests.drafter.eagle3 import checkpoints
-from tests.drafter.eagle3.reference import Design, draw_weights
-from tests.tiny import VOCAB_SIZE, write_tiny_llama
+from tests.tiny import write_tiny_llama
 
 
 @dataclass(frozen=True)
@@ -24,26 +22,11 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target with a chat template, for which no drafter ships."""
-    return str(write_tiny_llama(tmp_path_factory.mktemp("targets") / "tiny"))
-
-
-@pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same target without a chat template."""
     folder = write_tiny_llama(tmp_path_factory.mktemp("targets") / "bare")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     return str(folder)
-
-
-@pytest.fixture(scope="session")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random EAGLE-3 checkpoint that fits the tiny targets."""
-    design = Design(hidden=32, target_hidden=32, vocab=VOCAB_SIZE, draft_vocab=VOCAB_SIZE, taps=(2, 3, 5))
-    folder = tmp_path_factory.mktemp("drafters") / "sketch"
-    tensors = checkpoints.tensors_of(draw_weights(design))
-    return str(checkpoints.write(folder, checkpoints.nvidia(design), tensors))
 
 
 @pytest.fixture

@@ -35,13 +35,22 @@ async def side_by_side(
     arrivals: asyncio.Queue[tuple[int, Chunk | Done | Exception]] = asyncio.Queue()
 
     async def pump(index: int, request: Request) -> None:
-        items: Any = orchestrator.generate(request)
+        end: Exception | None = RuntimeError("a generation ended without Done")
         try:
+            items: Any = orchestrator.generate(request)
             async with contextlib.aclosing(items):
                 async for item in items:
                     arrivals.put_nowait((index, item))
+                    if isinstance(item, Done):
+                        end = None
         except Exception as error:
-            arrivals.put_nowait((index, error))
+            if end is None:
+                log_incident(log, "a session did not close", error)
+            else:
+                end = error
+        finally:  # whatever happened: whoever waits must hear of it
+            if end:
+                arrivals.put_nowait((index, end))
 
     tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
     try:

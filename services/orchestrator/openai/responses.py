@@ -219,7 +219,13 @@ def _together(stats: Sequence[Stats]) -> Stats:
     """Sums over choices that ran side by side; the clock runs from the first one's first token to the last of all."""
     first = [s.first_token for s in stats if s.first_token is not None]
     last = [s.last_token for s in stats if s.last_token is not None]
-    marks = {"started": min(s.started for s in stats), "first_token": min(first), "last_token": max(last)}
+    marks: dict[str, Any] = {
+        "started": min(s.started for s in stats),
+        "first_token": min(first),
+        "last_token": max(last),
+    }
     counted = [f.name for f in fields(Stats) if f.name not in marks]
-    sums = {name: sum((getattr(s, name) for s in stats[1:]), start=getattr(stats[0], name)) for name in counted}
+    sums: dict[str, Any] = {
+        name: sum((getattr(s, name) for s in stats[1:]), start=getattr(stats[0], name)) for name in counted
+    }
     return replace(stats[0], **marks, **sums)

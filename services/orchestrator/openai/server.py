@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import errno
 import logging
 import os
@@ -27,9 +28,10 @@ class _Relay(logging.Handler):
     """uvicorn's records under our own name, so that they go where ours go."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        record.name = log.name
         if log.isEnabledFor(record.levelno):
-            log.handle(record)
+            ours = copy.copy(record)
+            ours.name = log.name
+            log.handle(ours)
 
 
 _relay = _Relay()
@@ -101,6 +103,7 @@ class HttpServer:
         logger = logging.getLogger("uvicorn")
         logger.propagate = False
         logger.addHandler(_relay)
+        logging.getLogger("uvicorn.access").disabled = True
         try:
             config = uvicorn.Config(
                 self._app,
@@ -137,7 +140,7 @@ async def _listen(address: str) -> tuple[socket.socket, str]:
         if address.startswith("unix:"):
             return _listen_unix(address.removeprefix("unix:")), address
         host, colon, port = address.rpartition(":")
-        if not colon or not port.isdigit():
+        if not colon or not port.isdecimal() or int(port) > 65535:
             raise AerieError(Reason.INVALID_ARGUMENT, f"an address is host:port or unix:PATH, not {address!r}")
         name = host.removeprefix("[").removesuffix("]")
         found = await asyncio.get_running_loop().getaddrinfo(
@@ -146,7 +149,7 @@ async def _listen(address: str) -> tuple[socket.socket, str]:
         family, _, _, _, place = found[0]
         listener = socket.create_server(place[:2], family=family, dualstack_ipv6=family == socket.AF_INET6 and not name)
         return listener, f"{host}:{listener.getsockname()[1]}"
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise AerieError(Reason.INVALID_ARGUMENT, f"cannot listen on {address}: {error}") from None
 
 

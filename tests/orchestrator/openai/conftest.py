@@ -25,6 +25,7 @@ from services.speculation.messages import DrafterInfo, TokenLogProbs
 from tests.tiny import VOCAB_SIZE, write_tiny_llama
 
 WAIT_SECONDS = 10.0
+Answered = tuple[int, Any, http.client.HTTPMessage]
 
 
 class KnownDrafter(RandomDrafter):
@@ -139,15 +140,11 @@ class Gateway:
         self.place = (host, int(port))
         self.client = openai.OpenAI(base_url=f"http://{server.address}/v1", api_key=key or "-", max_retries=0)
 
-    def post(
-        self, path: str, body: Any, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any, http.client.HTTPMessage]:
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answered:
         """Status, JSON and headers of a POST; ``body`` is JSON unless it is bytes."""
         return self.ask("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
 
-    def ask(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any, http.client.HTTPMessage]:
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answered:
         connection = http.client.HTTPConnection(*self.place, timeout=WAIT_SECONDS)
         try:
             data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
@@ -157,7 +154,7 @@ class Gateway:
         finally:
             connection.close()
 
-    def chunked(self, path: str, pieces: list[bytes]) -> tuple[int, Any, http.client.HTTPMessage]:
+    def chunked(self, path: str, pieces: list[bytes]) -> Answered:
         """POST a body whose length is not known beforehand."""
         connection = http.client.HTTPConnection(*self.place, timeout=WAIT_SECONDS)
         try:
