@@ -1,32 +1,44 @@
-"""``AsyncClient`` speaks to an orchestrator; ``Client`` is the same for code without an event loop."""
+"""``AsyncClient``: speaks to an orchestrator from asyncio."""
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import grpc
+from aerie.orchestrator.v1 import orchestrator_pb2 as pb
 from aerie.orchestrator.v1 import orchestrator_pb2_grpc
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from services.client.channel import Dial, open_channel
+from services.client.failures import Attempts, read_failure
+from services.client.requests import Options, Prompt, check_deadline, write_request
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import FinishReason, TokenLogProbs
-from services.speculation.warpers import Sampler
-from services.wire.orchestrator import ChunkMessage, DoneMessage, Generate, read_generated, write_generate
+from services.wire.orchestrator import ChunkMessage, DoneMessage, DrafterLine, read_drafters, read_generated
 
 T = TypeVar("T")
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Item = ChunkMessage | DoneMessage
+"""What a stream gives: chunks, then the end."""
 RETRIES = 3
-"""A request that has not answered with a token yet is tried again this often."""
-_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
-_OPTIONS = (("grpc.keepalive_time_ms", 30_000), ("grpc.http2.max_pings_without_data", 0))
+"""A request that has not been answered with a token yet is tried again this often."""
+ASK_SECONDS = 10.0
+"""Questions other than generations have so long for their answer, retries included."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished generation."""
+    """A finished generation.
+
+    Attributes:
+        text: The answer.
+        token_ids, depths: Every token, and the tree depth at which it was accepted (0: the target's own).
+        log_probs: Of each token, where ``top_logprobs`` asks for them.
+        finish_reason: "stop", "length" or "cancelled".
+        seed: The one that was used.
+        usage: prompt_tokens and completion_tokens.
+        stats: As the service measured them, in seconds.
+        drafter_lost: Why the drafter was given up, if it was.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -39,134 +51,150 @@ class Generation:
     drafter_lost: str | None = None
 
 
+@dataclass(frozen=True)
+class ServiceInfo:
+    """The target that is served: its name, the digest of its weights, and sizes in tokens."""
+
+    model: str
+    weights_fingerprint: str
+    context_length: int
+    vocab_size: int
+
+
 class AsyncClient:
-    """Use as an async context manager.
+    """Use as an async context manager, or ``close`` it; on one event loop, by any number of tasks.
 
     Args:
         address: ``host:port`` or ``unix:PATH`` of an orchestrator.
+        dial: Opens the channel.
+        retries: How often a request is tried again that failed before its first token, because the service was away
+            or full.
     """
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    def __init__(self, address: str, *, dial: Dial = open_channel, retries: int = RETRIES) -> None:
+        self.address = address
+        self._channel = dial(address)
+        self._retries = retries
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     async def __aenter__(self) -> "AsyncClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End what runs; whoever waits for it gets ENGINE_CLOSED."""
         await self._channel.close()
 
-    async def stream(self, prompt: Prompt, **options: Any) -> AsyncIterator[ChunkMessage | DoneMessage]:
-        """Chunks as they come, then the end. Leaving the iterator cancels the generation.
+    async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Item, None]:
+        """Chunks as they come, then the end.
+
+        Closing the iterator, or cancelling the task that waits for it, cancels the generation on every service. A
+        loop that is left early closes it when the iterator is dropped; ``contextlib.aclosing`` says when that is.
 
         Args:
-            prompt: A user's turn (str), token ids, or a conversation of {"role", "content"}.
-            options: Fields of ``wire.orchestrator.Generate``, and those of ``Sampler`` one by one.
+            prompt: A user's turn (with ``raw`` plain text), token ids, or a conversation of {"role", "content"}.
+            options: See ``Options``.
 
         Raises:
-            AerieError: What is refused or fails; SERVICE_UNAVAILABLE when nobody answers.
+            AerieError: What is refused or fails, with the service's reason; SERVICE_UNAVAILABLE when nobody answers,
+                DEADLINE_EXCEEDED after ``deadline`` seconds.
         """
-        request = write_generate(_request(prompt, options))
-        for attempt in range(RETRIES + 1):
-            call, begun = self._stub.Generate(request), False
+        request = write_request(prompt, options)
+        attempts = self._attempts(options.get("deadline"))
+        while True:
+            begun = done = False
+            call = self._begin(self._stub.Generate, request, attempts)
             try:
                 async for response in call:
                     begun = True
-                    yield read_generated(response)
+                    item = _read(read_generated, response)
+                    done = isinstance(item, DoneMessage)
+                    yield item
+                if not done:
+                    raise AerieError(Reason.INTERNAL, "the service ended the answer before its end")
                 return
             except grpc.aio.AioRpcError as error:
-                # What a client has seen cannot be taken back: only a request without a token yet is tried again.
-                if begun or attempt == RETRIES or error.code() not in _RETRIED:
-                    raise _refusal(error) from None
-                await asyncio.sleep(0.1 * 2**attempt * random.uniform(0.5, 1.5))
+                if done:  # all that there was to say has been said
+                    return
+                failure = error
+            except asyncio.CancelledError:
+                _check_own(call)
+                raise
             finally:
                 call.cancel()
+            if begun:  # what a caller has seen cannot be taken back
+                raise read_failure(failure, self.address)[0]
+            await attempts.wait(failure)
 
-    async def generate(self, prompt: Prompt, **options: Any) -> Generation:
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Generate to the end; arguments and errors as for ``stream``."""
         chunks: list[ChunkMessage] = []
+        end: DoneMessage | None = None
         async for item in self.stream(prompt, **options):
             if isinstance(item, DoneMessage):
-                return Generation(
-                    text="".join(chunk.text for chunk in chunks),
-                    token_ids=tuple(token for chunk in chunks for token in chunk.tokens),
-                    depths=tuple(depth for chunk in chunks for depth in chunk.depths),
-                    log_probs=tuple(entry for chunk in chunks for entry in chunk.log_probs),
-                    finish_reason=item.finish_reason,
-                    seed=item.seed,
-                    usage=item.usage,
-                    stats=item.stats,
-                    drafter_lost=item.drafter_lost,
-                )
-            chunks.append(item)
-        raise AerieError(Reason.INTERNAL, "the generation ended without its end")
+                end = item
+            else:
+                chunks.append(item)
+        assert end  # ``stream`` ends with it
+        return Generation(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token for chunk in chunks for token in chunk.tokens),
+            depths=tuple(depth for chunk in chunks for depth in chunk.depths),
+            log_probs=tuple(entry for chunk in chunks for entry in chunk.log_probs),
+            finish_reason=end.finish_reason,
+            seed=end.seed,
+            usage=end.usage,
+            stats=end.stats,
+            drafter_lost=end.drafter_lost,
+        )
 
+    async def info(self, deadline: float = ASK_SECONDS) -> ServiceInfo:
+        """What the orchestrator serves. Raises AerieError as ``stream`` does."""
+        answer = await self._ask(self._stub.GetInfo, pb.GetInfoRequest(), deadline)
+        return ServiceInfo(answer.model, answer.weights_fingerprint, answer.context_length, answer.vocab_size)
 
-class Client:
-    """``AsyncClient`` with a loop of its own. Use as a context manager, in one thread."""
+    async def drafters(self, deadline: float = ASK_SECONDS) -> list[DrafterLine]:
+        """The drafters on offer, and those that are not with the reason. Raises AerieError as ``stream`` does."""
+        return _read(read_drafters, await self._ask(self._stub.ListDrafters, pb.ListDraftersRequest(), deadline))
 
-    def __init__(self, address: str) -> None:
-        self._runner = asyncio.Runner()
-        self._client = self._run(_make(address))
+    async def _ask(self, method: Callable[..., Awaitable[Any]], request: Any, deadline: float) -> Any:
+        attempts = self._attempts(deadline)
+        while True:
+            call: Any = self._begin(method, request, attempts)
+            try:
+                return await call
+            except grpc.aio.AioRpcError as error:
+                failure = error
+            except asyncio.CancelledError:
+                _check_own(call)
+                raise
+            await attempts.wait(failure)
 
-    def __enter__(self) -> "Client":
-        return self
+    def _attempts(self, deadline: float | None) -> Attempts:
+        return Attempts(self.address, self._retries, check_deadline(deadline))
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._run(self._client.__aexit__())
-        self._runner.close()
-
-    def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """See ``AsyncClient.generate``."""
-        return self._run(self._client.generate(prompt, **options))
-
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[ChunkMessage | DoneMessage]:
-        """See ``AsyncClient.stream``. Closing the iterator cancels the generation."""
-        items = self._client.stream(prompt, **options)
+    def _begin(self, method: Callable[..., Any], request: Any, attempts: Attempts) -> Any:
         try:
-            while (item := self._run(_next(items))) is not None:
-                yield item
-        finally:
-            self._run(items.aclose())  # type: ignore[attr-defined]
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(coroutine)
+            return method(request, timeout=attempts.timeout())
+        except grpc.aio.UsageError:
+            raise closed() from None
 
 
-async def _make(address: str) -> AsyncClient:
-    return AsyncClient(address)
+def closed() -> AerieError:
+    return AerieError(Reason.ENGINE_CLOSED, "the client is closed")
 
 
-async def _next(items: AsyncIterator[T]) -> T | None:
-    return await anext(items, None)
+def _check_own(call: Any) -> None:
+    """A channel that closes under a call looks like a cancellation of whoever waits for it: tell them apart."""
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling() and call.cancelled():
+        raise closed() from None
 
 
-def _request(prompt: Prompt, options: dict[str, Any]) -> Generate:
-    fields = {name: options.pop(name) for name in Sampler.__dataclass_fields__.keys() & options.keys()}
-    if fields and "sampler" in options:
-        raise AerieError(Reason.INVALID_ARGUMENT, f"give a sampler or {', '.join(sorted(fields))}, not both")
-    if unknown := sorted(options.keys() - Generate.__dataclass_fields__.keys()):
-        raise AerieError(Reason.INVALID_ARGUMENT, f"there is no option {unknown[0]!r}")
-    if isinstance(options.get("stop"), str):
-        options["stop"] = (options["stop"],)
-    if fields:
-        options["sampler"] = Sampler(**fields)
-    if isinstance(prompt, str):
-        turns: Any = [{"role": "user", "content": prompt}]
-    else:
-        turns = tuple(prompt)
-    return Generate(prompt=turns, **options)
-
-
-def _refusal(error: grpc.aio.AioRpcError) -> AerieError:
-    """The reason that the service gives, or what the status means."""
-    status = rpc_status.from_call(error)
-    for detail in status.details if status else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info) and info.reason in Reason.__members__:
-            return AerieError(Reason(info.reason), error.details() or "")
-    known = {grpc.StatusCode.UNAVAILABLE: Reason.SERVICE_UNAVAILABLE}
-    return AerieError(known.get(error.code(), Reason.INTERNAL), error.details() or str(error.code()))
+def _read(read: Callable[[Any], T], response: Any) -> T:
+    try:
+        return read(response)
+    except AerieError as error:  # it would blame the caller
+        raise AerieError(Reason.INTERNAL, f"the service does not speak our language: {error.message}") from None

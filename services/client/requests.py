@@ -66,10 +66,10 @@ def write_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     Raises:
         AerieError: INVALID_ARGUMENT for what no service takes.
     """
+    if unknown := sorted(options.keys() - Options.__optional_keys__):
+        raise _invalid(f"there is no option {unknown[0]!r}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     given.pop("deadline", None)
-    if unknown := sorted(given.keys() - Options.__optional_keys__):
-        raise _invalid(f"there is no option {unknown[0]!r}")
     for name, bits in _BITS.items():
         if name in given:
             check_integers(**{name: given[name]})
@@ -92,7 +92,7 @@ def write_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         raise _invalid(f"the request cannot be sent: {error}") from None
 
 
-def check_deadline(deadline: float | None) -> float | None:
+def check_deadline(deadline: Any) -> float | None:
     """Raises AerieError: INVALID_ARGUMENT when it is not a positive number of seconds."""
     if deadline is None:
         return None
@@ -110,10 +110,13 @@ def _sampler(sampling: dict[str, Any]) -> Sampler:
 
 
 def _texts(stop: Any) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in (texts := tuple(texts))):
-        raise _invalid(f"stop must be strings, not {stop!r}")
-    return texts
+    if isinstance(stop, str):
+        return (stop,)
+    if isinstance(stop, Iterable):
+        texts = tuple(stop)
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise _invalid(f"stop must be strings, not {stop!r}")
 
 
 def _prompt(prompt: Any, raw: bool) -> Any:

@@ -11,7 +11,8 @@ from aerie.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from numpy.typing import NDArray
 
-from services.speculation.errors import AerieError
+from services.runtime.bridge import MESSAGE_BYTES
+from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
     Attach,
     DrafterStatus,
@@ -36,8 +37,8 @@ ASK_SECONDS = 5.0
 """Questions without an answer for so long get none."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", 16 * 2**20),
-    ("grpc.max_receive_message_length", 16 * 2**20),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -59,9 +60,11 @@ class GrpcStream(Generic[Out, In]):
         self._closed = False
 
     async def send(self, message: Out) -> None:
-        call = self._running()
+        call, request = self._running(), self._write(message)
+        if (size := request.ByteSize()) > MESSAGE_BYTES:  # sent, it would end the stream
+            raise AerieError(Reason.RESOURCE_EXHAUSTED, f"a message of {size} bytes; {MESSAGE_BYTES} are the most")
         try:
-            await call.write(self._write(message))
+            await call.write(request)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             raise ConnectionError(_describe(error)) from None
         except asyncio.CancelledError:

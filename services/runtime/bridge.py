@@ -10,6 +10,8 @@ from services.runtime.actor import Actor, ActorStopped, MailboxFull
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import PortError
 
+MESSAGE_BYTES = 16 * 2**20
+"""Largest message, on both sides; features travel in slices far below it."""
 Reply = Callable[[Any], None]
 
 
@@ -58,8 +60,12 @@ class Bridge:
         listener = asyncio.create_task(listen(), name=f"{host.name} listener")
         try:
             while (message := await inbox.get()) is not None:
-                if (response := self.write(message)) is not None:
-                    yield response
+                if (response := self.write(message)) is None:
+                    continue
+                if (size := response.ByteSize()) > MESSAGE_BYTES:  # sent, it would end the stream
+                    why = f"an answer of {size} bytes; {MESSAGE_BYTES} are the most"
+                    response = self.write(PortError(response.session, Reason.RESOURCE_EXHAUSTED, why))
+                yield response
             if not host.alive:
                 raise ActorStopped(f"{host.name} has stopped")
         finally:

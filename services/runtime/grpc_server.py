@@ -6,11 +6,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.runtime.bridge import MESSAGE_BYTES
 from services.runtime.rich_status import GuardInterceptor
 from services.speculation.errors import AerieError, Reason
 
-MESSAGE_BYTES = 16 * 2**20
-"""Largest message, on both sides; features travel in slices far below it."""
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
