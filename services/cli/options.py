@@ -1,19 +1,23 @@
-"""From parsed options to values of the services. Everything that needs no model is checked before one loads."""
+"""From parsed options to values of the services. Everything that needs no model is checked before one loads.
+
+Nothing here imports MLX: commands that use a running orchestrator come by.
+"""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from kernels import _blas
-from services.cli.report import UsageError, complain
+from services.cli.dialling import check_address
+from services.cli.report import UsageError
 from services.drafter.eagle3.config import Overrides
-from services.embedded import Engine
 from services.orchestrator.routing import TreeOptions
 from services.orchestrator.text import check_stops
 from services.speculation.warpers import Sampler
-from services.targets.loader import MAX_TREE_NODES
 
 MAX_THREADS = 1024
+DEFAULT_TARGET = "smollm2"
+_OF_MODELS = {"target": "--target", "threads": "--threads", "tap_convention": "--tap-convention"}
+_OF_DIALLING = {"ca": "--ca", "cert": "--cert", "cert_key": "--cert-key", "key_file": "--key-file"}
 
 
 def check_models(options: argparse.Namespace) -> None:
@@ -25,12 +29,24 @@ def check_models(options: argparse.Namespace) -> None:
         raise UsageError(f"--threads must be 1..{MAX_THREADS}, not {options.threads}")
 
 
-def load_engine(options: argparse.Namespace) -> Engine:
-    """The engine that ``--target``, ``--drafter`` and ``--threads`` ask for."""
-    check_models(options)
-    if options.threads is not None and not _blas.loaded:
-        complain("--threads changes nothing here: MLX runs without the OpenBLAS whose threads it sets")
-    return Engine.load(options.target, options.drafter, options.threads, overrides=overrides(options))
+def check_source(options: argparse.Namespace) -> None:
+    """Refuse options of models with ``--connect``, and of dialling without (UsageError); fill in the target."""
+    if options.connect is None:
+        if given := _first_given(options, _OF_DIALLING):
+            raise UsageError(f"{given} goes with --connect: no service is dialled")
+        if options.target is None:
+            options.target = DEFAULT_TARGET
+        check_models(options)
+        return
+    if given := _first_given(options, _OF_MODELS):
+        raise UsageError(f"{given} cannot go with --connect: the models are the service's")
+    if not options.drafter.strip():
+        raise UsageError("--drafter must not be empty")
+    check_address(options.connect)
+
+
+def _first_given(options: argparse.Namespace, flags: dict[str, str]) -> str | None:
+    return next((flag for name, flag in flags.items() if getattr(options, name, None) is not None), None)
 
 
 def overrides(options: argparse.Namespace) -> Overrides:
@@ -38,9 +54,15 @@ def overrides(options: argparse.Namespace) -> Overrides:
 
 
 def tree(options: argparse.Namespace) -> TreeOptions:
-    """The overrides of the tree preset (UsageError when out of range)."""
+    """The overrides of the tree preset (UsageError when out of range; the most nodes of a service, it knows itself)."""
+    if options.connect is None:
+        from services.targets.loader import MAX_TREE_NODES
+
+        limit = f"1..{MAX_TREE_NODES}"
+    else:
+        MAX_TREE_NODES, limit = 2**32 - 1, "1 or more"
     if options.tree_nodes is not None and not 1 <= options.tree_nodes <= MAX_TREE_NODES:
-        raise UsageError(f"--tree-nodes must be 1..{MAX_TREE_NODES}, not {options.tree_nodes}")
+        raise UsageError(f"--tree-nodes must be {limit}, not {options.tree_nodes}")
     for flag, value in (("depth", options.tree_depth), ("topk", options.tree_topk)):
         if value is not None and value < 1:
             raise UsageError(f"--tree-{flag} must be 1 or more, not {value}")
@@ -49,7 +71,7 @@ def tree(options: argparse.Namespace) -> TreeOptions:
 
 def request_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of ``Request`` that generation commands share. Checked before any model loads."""
-    check_models(options)
+    check_source(options)
     if options.seed is not None and not 0 <= options.seed < 2**64:
         raise UsageError(f"--seed must be an unsigned 64-bit integer, not {options.seed}")
     if options.max_tokens < 1:
@@ -74,20 +96,6 @@ def request_options(options: argparse.Namespace) -> dict[str, Any]:
         "ignore_eos": options.ignore_eos,
         "tree": tree(options),
     }
-
-
-def prompt_tokens(engine: Engine, prompt: str, raw: bool) -> tuple[int, ...]:
-    """Token ids of a prompt, in the chat template unless it is raw (UsageError when there is none)."""
-    if raw:
-        return engine.orchestrator.encode(prompt)
-    check_template(engine, "send the prompt with --raw")
-    return engine.chat_tokens(prompt)
-
-
-def check_template(engine: Engine, otherwise: str) -> None:
-    """Refuse a target without a chat template (UsageError), and say what to do."""
-    if engine.target.tokenizer.chat_template is None:
-        raise UsageError(f"the target {engine.info.name} has no chat template: {otherwise}")
 
 
 def check_prompt(options: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from aerie.orchestrator.v1 import orchestrator_pb2 as pb
 from aerie.orchestrator.v1 import orchestrator_pb2_grpc
 
 from services.client.channel import Dial, open_channel
-from services.client.failures import Attempts, read_failure
+from services.client.failures import Attempts
 from services.client.requests import Options, Prompt, check_deadline, write_request
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import FinishReason, TokenLogProbs
@@ -125,7 +125,7 @@ class AsyncClient:
             finally:
                 call.cancel()
             if begun:  # what a caller has seen cannot be taken back
-                raise read_failure(failure, self.address)[0]
+                raise attempts.refusal(failure)
             await attempts.wait(failure)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:

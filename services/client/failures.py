@@ -15,6 +15,7 @@ FIRST_BACKOFF = 0.1
 MOST_PATIENCE = 30.0
 """A service that asks for a longer pause, in seconds, is not asked again."""
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_LATE = "the deadline of the call has passed"
 # What a status means that comes without a reason of ours: from a proxy, or from gRPC itself.
 _MEANINGS = {
     grpc.StatusCode.UNAVAILABLE: Reason.SERVICE_UNAVAILABLE,
@@ -45,13 +46,19 @@ class Attempts:
         """Seconds that the next try has."""
         return None if self._ends is None else max(self._ends - self._now(), 0.0)
 
+    def refusal(self, error: grpc.aio.AioRpcError) -> AerieError:
+        """What a failed try tells the caller."""
+        if self.timeout() == 0:  # services whose time is up may say so in other words
+            return AerieError(Reason.DEADLINE_EXCEEDED, _LATE)
+        return read_failure(error, self._address)[0]
+
     async def wait(self, error: grpc.aio.AioRpcError) -> None:
         """Wait for the next try.
 
         Raises:
             AerieError: There is none: the error is final, or the time or the tries are spent.
         """
-        refusal, asked = read_failure(error, self._address)
+        _, asked = read_failure(error, self._address)
         # What the service asks for is the least; the jitter keeps clients that failed together from returning so.
         pause = asked + self._backoff * random.uniform(0.5, 1.5)
         left = self.timeout()
@@ -61,7 +68,7 @@ class Attempts:
             or asked > MOST_PATIENCE
             or (left is not None and pause >= left)
         ):
-            raise refusal
+            raise self.refusal(error)
         self._left -= 1
         self._backoff *= 2
         await asyncio.sleep(pause)
@@ -80,7 +87,7 @@ def read_failure(error: grpc.aio.AioRpcError, address: str) -> tuple[AerieError,
     if reason is None:
         reason = _MEANINGS.get(error.code(), Reason.INTERNAL)
         if reason == Reason.DEADLINE_EXCEEDED:
-            said = "the deadline of the call has passed"
+            said = _LATE
         elif reason == Reason.SERVICE_UNAVAILABLE:
             said = f"no orchestrator answers at {address}: {said}"
     return AerieError(reason, said), pause

@@ -96,9 +96,9 @@ def check_deadline(deadline: Any) -> float | None:
     """Raises AerieError: INVALID_ARGUMENT when it is not a positive number of seconds."""
     if deadline is None:
         return None
-    if isinstance(deadline, bool) or not isinstance(deadline, Real) or not 0 < deadline < float("inf"):
-        raise _invalid(f"deadline must be a positive number of seconds, not {deadline!r}")
-    return float(deadline)
+    if not isinstance(deadline, bool) and isinstance(deadline, Real) and 0 < float(deadline) < float("inf"):
+        return float(deadline)
+    raise _invalid(f"deadline must be a positive number of seconds, not {deadline!r}")
 
 
 def _sampler(sampling: dict[str, Any]) -> Sampler:

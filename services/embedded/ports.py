@@ -99,7 +99,8 @@ class LocalVerifierPort:
     async def info(self) -> TargetInfo:
         return self._host.info
 
-    def connect(self) -> LocalVerifierStream:
+    def connect(self, seconds: float | None = None) -> LocalVerifierStream:
+        """Within a process the session's own end is enough: ``seconds`` changes nothing."""
         return LocalVerifierStream(self._host)
 
 
@@ -114,5 +115,6 @@ class LocalDrafterPort:
             raise ActorStopped(f"{self._host.name} has stopped")
         return self._host.status
 
-    def connect(self) -> LocalDrafterStream:
+    def connect(self, seconds: float | None = None) -> LocalDrafterStream:
+        """Within a process the session's own end is enough: ``seconds`` changes nothing."""
         return LocalDrafterStream(self._host)

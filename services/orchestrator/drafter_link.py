@@ -22,19 +22,26 @@ class DrafterLink:
         offer: The drafter.
         post: Takes events.
         acknowledge: Told of bytes of history that have been sent on.
+        seconds: Left to the session; None is no deadline.
 
     Attributes:
         broken: Its stream broke: the drafter is not there any more.
         draft_wait: Seconds between the last answered draft and its answer.
     """
 
-    def __init__(self, offer: Offer, post: Callable[[Event], None], acknowledge: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        offer: Offer,
+        post: Callable[[Event], None],
+        acknowledge: Callable[[int], None],
+        seconds: float | None = None,
+    ) -> None:
         self.offer = offer
         self.broken = False
         self.draft_wait = 0.0
         self._post = post
         self._acknowledge = acknowledge
-        self._stream = offer.port.connect()
+        self._stream = offer.port.connect(seconds)
         self._outbox: asyncio.Queue[ToDrafter | int] = asyncio.Queue()
         self._timers: list[asyncio.TimerHandle] = []
         self._asked_at = 0.0

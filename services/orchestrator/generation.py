@@ -118,6 +118,7 @@ class Generation(Actor[Mail]):
         supply: Where other drafters come from; None when none is wanted.
         text: Collects tokens into text.
         bus: Receives the session's events.
+        ends_at: When its drafters' streams end, ``time.monotonic``; None is never.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Generation(Actor[Mail]):
         supply: Supply | None,
         text: TextStream,
         bus: Bus,
+        ends_at: float | None = None,
     ) -> None:
         super().__init__(f"session {state.open.session}")
         self._state = state
@@ -137,6 +139,7 @@ class Generation(Actor[Mail]):
         self._link: DrafterLink | None = None
         self._tried: set[Offer] = set()
         self._text = text
+        self._ends_at = ends_at
         self._bus = bus
         self._stats = Stats(prompt_tokens=state.open.prompt_len)
         self._clock = RoundClock(state.open.session, bus)
@@ -308,9 +311,12 @@ class Generation(Actor[Mail]):
             await self._feed(DrafterJoined(offer.info.taps))
 
     def _connect(self, offer: Offer) -> None:
-        self._link = link = DrafterLink(
-            offer, lambda event: self._hear(_FromLink(link, event)), self._verifier.acknowledge
-        )
+        left = None if self._ends_at is None else self._ends_at - time.monotonic()
+
+        def post(event: Event) -> None:
+            self._hear(_FromLink(link, event))
+
+        self._link = link = DrafterLink(offer, post, self._verifier.acknowledge, left)
 
     async def _disconnect(self) -> None:
         if self._link:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -263,11 +264,12 @@ class GrpcVerifierPort:
         request = verifier_pb2.ListSessionsRequest()
         return verifier_wire.read_sessions(await _asked(self._stub.ListSessions(request, timeout=ASK_SECONDS)))
 
-    def connect(self) -> GrpcVerifierStream:
+    def connect(self, seconds: float | None = None) -> GrpcVerifierStream:
+        begin = partial(self._stub.Session, timeout=seconds)
         rounds: GrpcStream[ToVerifier, FromVerifier] = GrpcStream(
-            self._stub.Session, verifier_wire.write_request, verifier_wire.read_response
+            begin, verifier_wire.write_request, verifier_wire.read_response
         )
-        return GrpcVerifierStream(rounds, self._bulk.Features)
+        return GrpcVerifierStream(rounds, partial(self._bulk.Features, timeout=seconds))
 
 
 class GrpcDrafterPort:
@@ -286,5 +288,6 @@ class GrpcDrafterPort:
         except AerieError as error:
             raise ConnectionError(f"the service does not speak our language: {error}") from None
 
-    def connect(self) -> GrpcStream[ToDrafter, FromDrafter]:
-        return GrpcStream(self._stub.Session, drafter_wire.write_request, drafter_wire.read_response)
+    def connect(self, seconds: float | None = None) -> GrpcStream[ToDrafter, FromDrafter]:
+        begin = partial(self._stub.Session, timeout=seconds)
+        return GrpcStream(begin, drafter_wire.write_request, drafter_wire.read_response)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -136,16 +137,21 @@ class Orchestrator:
             raise AerieError(Reason.INVALID_ARGUMENT, "the target has no chat template; send plain text")
         return tuple(self.tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids)
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk | Done]:
+    async def generate(self, request: Request, seconds: float | None = None) -> AsyncIterator[Chunk | Done]:
         """Chunks as rounds commit, then ``Done``. Leaving the iterator early cancels the session.
+
+        Args:
+            request: What to generate.
+            seconds: Left to the caller: the session's streams end then, on every service. The caller itself leaves.
 
         Raises:
             AerieError: For what is refused or fails.
         """
         request.check()
         request.tree.budget(self.info)
+        ends_at = None if seconds is None else time.monotonic() + seconds
         async with self._turn():
-            chunks = self._session(request).chunks()
+            chunks = self._session(request, ends_at).chunks()
             try:
                 async for item in chunks:
                     yield item
@@ -170,7 +176,7 @@ class Orchestrator:
             self.running -= 1
             self._turns.release()
 
-    def _session(self, request: Request) -> Generation:
+    def _session(self, request: Request, ends_at: float | None) -> Generation:
         offer = self._pick(request.drafter)
         seed = secrets.randbits(64) if request.seed is None else request.seed
         opened = Open(
@@ -188,11 +194,12 @@ class Orchestrator:
         budget, feed = request.tree.budget(self.info), Feed.from_start(opened) if offer else None
         return Generation(
             State(opened, self.info.context_length, budget, feed),
-            self._verifier.connect(),
+            self._verifier.connect(None if ends_at is None else ends_at - time.monotonic()),
             offer,
             None if request.drafter == "off" else _Supply(self.directory, request.drafter),
             TextStream(self.tokenizer, request.stop),
             self._bus,
+            ends_at,
         )
 
     def _pick(self, wanted: str) -> Offer | None:

@@ -29,7 +29,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         async with self._gate.enter(context):
-            items = self._orchestrator.generate(self._request(wire.read_generate(request)))
+            items = self._orchestrator.generate(self._request(wire.read_generate(request)), context.time_remaining())
             try:
                 async for item in items:
                     yield _write(item)

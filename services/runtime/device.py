@@ -8,6 +8,7 @@ import asyncio
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import IntEnum
@@ -15,6 +16,9 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+STALL_SECONDS = 1.5
+"""A job that runs longer is no progress: readiness flips within 2 s."""
 
 
 class Priority(IntEnum):
@@ -37,20 +41,29 @@ class DeviceThread:
     """Runs submitted functions one at a time, by priority, then in order of arrival.
 
     The thread never ends: a native thread that exits runs MLX's thread-local destructors, which take the GIL and
-    abort the process when the interpreter is shutting down. Use ``device_thread``.
+    abort the process when the interpreter is shutting down. Use ``device_thread``. Should it die all the same, whoever
+    waits for it, or asks it later, is told.
+
+    Attributes:
+        busy_since: When the running job began, ``time.monotonic``; None while there is none.
     """
 
     def __init__(self) -> None:
         self._queue: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
+        self._dead = False
+        self.busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="aerie-device", daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[[], T], priority: Priority = Priority.SLICE) -> "Future[T]":
-        """Queue ``function``; the future carries its result or exception."""
+        """Queue ``function``; the future carries its result or exception: ConnectionError when the thread is dead."""
         future: Future[T] = Future()
         with self._wake:
+            if self._dead:
+                future.set_exception(_death())
+                return future
             heapq.heappush(self._queue, (priority, next(self._order), function, future))
             self._wake.notify()
         return future
@@ -59,12 +72,34 @@ class DeviceThread:
         """``submit`` for coroutines. Cancelling the caller drops work that has not started."""
         return await asyncio.wrap_future(self.submit(function, priority))
 
+    def stalled(self, limit: float = STALL_SECONDS) -> str | None:
+        """Why the device makes no progress, or None: the thread is dead, or a job has run for ``limit`` seconds."""
+        if self._dead or not self._thread.is_alive():
+            return "the device thread has died"
+        since = self.busy_since
+        if since is not None and (seconds := time.monotonic() - since) > limit:
+            return f"the device has been busy with one job for {seconds:.1f} s"
+        return None
+
     def _run(self) -> None:
+        try:
+            self._run_jobs()
+        finally:
+            with self._wake:
+                self._dead = True
+                waiting, self._queue = self._queue, []
+            for entry in waiting:
+                if isinstance(entry[-1], Future) and entry[-1].set_running_or_notify_cancel():
+                    entry[-1].set_exception(_death())
+
+    def _run_jobs(self) -> None:
         while True:
             with self._wake:
+                self.busy_since = None
                 while not self._queue:
                     self._wake.wait()
                 _, _, function, future = heapq.heappop(self._queue)
+                self.busy_since = time.monotonic()
             if future.set_running_or_notify_cancel():
                 try:
                     result = function()
@@ -76,6 +111,10 @@ class DeviceThread:
                     del result
             # A closure can hold a model; do not keep it until the next one comes.
             del function, future
+
+
+def _death() -> ConnectionError:
+    return ConnectionError("the device thread has died")
 
 
 @cache

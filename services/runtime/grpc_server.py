@@ -1,4 +1,4 @@
-"""What every gRPC service stands on: options, health, reflection, and the bridge from a stream to an actor."""
+"""What every gRPC service stands on: options, keys and TLS, health, reflection."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,8 +6,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.runtime.addresses import parse_address
 from services.runtime.bridge import MESSAGE_BYTES
 from services.runtime.rich_status import GuardInterceptor
+from services.runtime.security import KeyInterceptor, ServerSecurity
 from services.speculation.errors import AerieError, Reason
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -19,10 +21,14 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),  # two servers must not share a port silently
 )
+NO_SECURITY = ServerSecurity()
 
 
 async def start_server(
-    address: str, add: Callable[[grpc.aio.Server], None], services: Sequence[str]
+    address: str,
+    add: Callable[[grpc.aio.Server], None],
+    services: Sequence[str],
+    security: ServerSecurity = NO_SECURITY,
 ) -> tuple[grpc.aio.Server, str, health.aio.HealthServicer]:
     """Start a server with health and reflection; its services are ready, and so is the process ("").
 
@@ -30,23 +36,28 @@ async def start_server(
         address: ``host:port`` (port 0 picks one) or ``unix:PATH``.
         add: Registers the servicers.
         services: Their full names.
+        security: What it demands of callers.
 
     Returns:
         The server, the address that it listens on, and its health.
 
     Raises:
-        AerieError: INVALID_ARGUMENT, it cannot listen there.
+        AerieError: INVALID_ARGUMENT, it cannot listen there, or what TLS needs cannot be read.
     """
-    server = grpc.aio.server(interceptors=(GuardInterceptor(),), options=SERVER_OPTIONS)
+    wanted, credentials = parse_address(address, "the address to listen at"), security.credentials()
+    interceptors: list[grpc.aio.ServerInterceptor] = [GuardInterceptor()]
+    if security.keys:
+        interceptors.insert(0, KeyInterceptor(security.keys))
+    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     add(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
-        raise AerieError(Reason.INVALID_ARGUMENT, f"cannot listen on {address}: {error}") from None
+        raise AerieError(Reason.INVALID_ARGUMENT, f"cannot listen at {address}: {error}") from None
     await server.start()
     for name in ("", *services):
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return server, address if address.startswith("unix:") else f"{address.rsplit(':', 1)[0]}:{port}", checks
+    return server, f"{wanted.host}:{port}" if wanted.host else address, checks

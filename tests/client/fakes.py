@@ -8,17 +8,11 @@ from aerie.orchestrator.v1 import orchestrator_pb2 as pb
 from aerie.orchestrator.v1 import orchestrator_pb2_grpc
 
 from services.runtime.grpc_server import start_server
-from services.wire.orchestrator import DoneMessage, write_chunk, write_done
+from services.wire.orchestrator import _STATS, DoneMessage, write_chunk, write_done
 
-STATS = dict.fromkeys(
-    """rounds acceptance_length tokens_per_second prefill_seconds decode_seconds draft_seconds verify_seconds
-    overhead_seconds queue_seconds network_seconds fallback_rounds late_rounds""".split(),
-    0,
-)
+STATS = {**dict.fromkeys(_STATS, 0), "acceptance_by_depth": []}
 CHUNK = write_chunk("a", (64,), (0,), ())
-DONE = write_done(
-    DoneMessage("length", 5, {"prompt_tokens": 3, "completion_tokens": 1}, {**STATS, "acceptance_by_depth": []}, None)
-)
+DONE = write_done(DoneMessage("length", 5, {"prompt_tokens": 3, "completion_tokens": 1}, STATS, None))
 
 
 class Scripted(orchestrator_pb2_grpc.OrchestratorServiceServicer):

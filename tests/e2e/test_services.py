@@ -170,6 +170,13 @@ def test_prompts_that_cannot_be_served_are_refused(three):
         assert (len(result.token_ids), result.finish_reason) == (24, "length")
 
 
+def test_a_deadline_reaches_every_tier(three):
+    with Client(three.socket("o")) as client, pytest.raises(AerieError) as late:
+        client.generate(PROMPT, max_tokens=LONG, ignore_eos=True, deadline=0.4)
+    assert late.value.reason is Reason.DEADLINE_EXCEEDED
+    until(lambda: not verifier_sessions(three.socket("v")) and not drafter_sessions(three.socket("d")))
+
+
 @pytest.fixture(scope="module")
 def faulty(tiny: str, drafter: str) -> Iterator[Services]:
     """A verifier and an orchestrator; each test brings its own drafters."""

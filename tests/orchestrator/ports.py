@@ -139,7 +139,7 @@ class Port:
     async def status(self) -> DrafterStatus:
         return DrafterStatus(self.info)
 
-    def connect(self) -> Script:
+    def connect(self, seconds: float | None = None) -> Script:
         return self._streams.pop(0)
 
 

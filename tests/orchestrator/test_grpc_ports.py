@@ -119,3 +119,16 @@ def test_nobody_listens(tmp_path):
                 await port.connect().receive()
 
     play(scenario())
+
+
+@pytest.mark.parametrize("kind", ["verifier", "drafter"])
+def test_a_deadline_ends_the_session_on_the_service(target, tmp_path, kind):
+    async def scenario():
+        async with over_grpc(kind, target, tmp_path) as (service, _):
+            stream = service.port.connect(0.3)
+            await stream.send(service.open("s", 0))
+            await port_contract.until(lambda: "s" in service.sessions())
+            await port_contract.drained(stream)
+            await port_contract.until(lambda: not service.sessions())
+
+    play(scenario())

@@ -30,7 +30,7 @@ class Port:
     async def status(self):
         return DrafterStatus(DrafterInfo("d", "f", (1,), None, 0))
 
-    def connect(self):
+    def connect(self, seconds=None):
         self.streams.append(Script(self._make()))
         return self.streams[-1]
 

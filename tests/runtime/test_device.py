@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -133,3 +134,45 @@ def test_an_idle_thread_holds_on_to_nothing(device, how):
 
 def test_a_process_has_one_device_thread():
     assert device_thread() is device_thread()
+
+
+def test_a_job_that_takes_long_is_a_stall_until_it_ends(device):
+    device.submit(lambda: None).result(10)
+    assert device.stalled() is None
+    hold = Hold(device)
+    assert device.stalled() is None
+    assert "busy" in device.stalled(limit=0.0)
+    hold.release()
+    hold.future.result(10)
+    device.submit(lambda: None).result(10)
+    until = time.monotonic() + 10
+    while device.busy_since is not None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert device.stalled(limit=0.0) is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_thread_keeps_nobody_waiting():
+    """No job can kill it: a queue that is damaged does."""
+    device = DeviceThread()
+    hold = Hold(device)
+    waiting = [device.submit(lambda: None) for _ in range(3)]
+    with device._wake:
+        device._queue.insert(0, (-1, -1, "no job"))
+    hold.release()
+    for future in waiting:
+        with pytest.raises(ConnectionError, match="died"):
+            future.result(1)
+    assert device.stalled() == "the device thread has died"
+    with pytest.raises(ConnectionError, match="died"):
+        device.submit(lambda: None).result(1)
+
+
+def test_what_a_job_raises_is_its_own(device):
+    def leave():
+        raise SystemExit(3)
+
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            device.submit(leave).result(10)
+    assert device.stalled() is None
