@@ -46,9 +46,3 @@ def last_logits(engine: Engine, tokens: Sequence[int]) -> "np.ndarray[tuple[int]
         kv.commit(range(len(chunk)))
     assert logits is not None
     return np.array(logits[0].astype(mx.float32))
-
-
-def distinct_share(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of distinct n-grams: an answer loops when it is 0.8 or less."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0

@@ -5,14 +5,15 @@ from typing import Any
 
 from services.bench.files import check_writable, write_report
 from services.bench.prompts import DEFAULT, read_prompts
-from services.bench.runner import ARMS, Options, PromptResult, machine, run_benchmark, summarise
-from services.cli.options import check_models, check_template, load_engine, tree, usable_path
+from services.bench.results import ARMS, Options, PromptResult, summarise
+from services.cli.options import check_source, tree, usable_path
 from services.cli.report import UsageError, complain
+from services.cli.sources import open_source
 
 
 def bench(options: argparse.Namespace) -> int:
     """Run the benchmark. Exit code 1 when an output differs from plain decoding."""
-    check_models(options)
+    check_source(options)
     if options.repetitions < 3:
         raise UsageError(f"--repetitions must be 3 or more, not {options.repetitions}")
     if options.max_tokens < 2:
@@ -24,23 +25,23 @@ def bench(options: argparse.Namespace) -> int:
         options.repetitions,
         options.ignore_eos,
         tree(options),
-        baseline=not options.no_mlx_lm,
+        baseline=not options.no_mlx_lm and options.connect is None,  # a service has no such arm
         raw=options.raw,
     )
     prompts = read_prompts(usable_path("--prompts", options.prompts or DEFAULT))[: options.limit]
     out = options.json and usable_path("--json", options.json)
     if out:
         check_writable(out)
-    with load_engine(options) as engine:
+    with open_source(options) as source:
         if not options.raw:
-            check_template(engine, "send the prompts with --raw")
-        if options.drafter == "auto" and not engine.drafters:
+            source.need_template("send the prompts with --raw")
+        where = source.machine()
+        if options.drafter == "auto" and not where["drafters"]:
             complain("no drafter fits the target: measuring plain decoding")
-        where = machine(engine)
         drafters = ", ".join(where["drafters"]) or "none"
-        print(f"{where['target']} ({where['target_dtype']}) on {where['device_name']}, drafters: {drafters}")
+        print(f"{where['target']} {source.place()}, drafters: {drafters}")
         print(" ".join(f"{head:>9}" for head in _HEADS), flush=True)
-        results = run_benchmark(engine, options.target, prompts, settings, _print_row)
+        results = source.benchmark(prompts, settings, _print_row)
         summary = summarise(results)
     _print_summary(summary)
     if out:

@@ -1,15 +1,15 @@
 """``aerie chat``: a conversation, turn by turn."""
 
 import argparse
+import contextlib
 import sys
 from typing import Any
 
 from services.cli.interrupts import raise_on_interrupt
-from services.cli.options import check_template, load_engine, request_options
+from services.cli.options import request_options
 from services.cli.report import UsageError, complain
-from services.cli.terminal import Printer, make_printer
-from services.embedded import Engine
-from services.orchestrator.generation import Done
+from services.cli.sources import Source, open_source
+from services.cli.terminal import Printer
 from services.speculation.errors import AerieError
 
 HELP = "/exit or end of input leaves, /reset forgets the conversation, /help says this; Ctrl-C stops an answer."
@@ -20,12 +20,12 @@ def chat(options: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise UsageError("standard input is closed")
     common = request_options(options)
-    with load_engine(options) as engine:
-        check_template(engine, "aerie chat needs one")
+    with open_source(options) as source:
+        source.need_template("aerie chat needs one")
         on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if on_terminal:
-            drafters = ", ".join(host.info.name for host in engine.drafters) or "none"
-            print(f"aerie chat: target {engine.info.name}, drafter {drafters}. {HELP}", flush=True)
+            drafters = ", ".join(source.drafters) or "none"
+            print(f"aerie chat: target {source.target}, drafter {drafters}. {HELP}", flush=True)
         messages: list[dict[str, str]] = []
         while (turn := _read_turn(on_terminal)) is not None:
             match turn.strip():
@@ -40,7 +40,7 @@ def chat(options: argparse.Namespace) -> int:
                 case command if command.startswith("/") and command[1:].isalpha():
                     print(f"no such command: {command}; {HELP}", flush=True)
                 case _:
-                    _answer(engine, messages, turn, common, make_printer(engine, options.trace))
+                    _answer(source, messages, turn, common, source.printer(options.trace))
     return 0
 
 
@@ -71,16 +71,14 @@ def _read_line() -> bytes:
 
 
 def _answer(
-    engine: Engine, messages: list[dict[str, str]], turn: str, common: dict[str, Any], printer: Printer
+    source: Source, messages: list[dict[str, str]], turn: str, common: dict[str, Any], printer: Printer
 ) -> None:
     """Stream the answer and remember both; a turn that got no text at all is forgotten."""
     messages.append({"role": "user", "content": turn})
     try:
-        tokens = engine.chat_tokens(messages)
-        with raise_on_interrupt():
-            for item in engine.stream(tokens, **common):
-                if not isinstance(item, Done):
-                    printer.write(item)
+        with raise_on_interrupt(), contextlib.closing(source.stream(messages, common)) as chunks:
+            for chunk in chunks:
+                printer.write(chunk)
         printer.finish()
     except KeyboardInterrupt:
         print("\n[stopped]", flush=True)

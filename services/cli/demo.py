@@ -4,8 +4,10 @@ import argparse
 from typing import Any
 
 from services.bench.compare import compare_runs
-from services.cli.options import check_prompt, load_engine, prompt_tokens, request_options
+from services.cli.options import check_prompt, request_options
 from services.cli.report import UsageError
+from services.cli.sources import turn
+from services.cli.sources_local import check_template, load_engine, prompt_tokens
 from services.cli.terminal import Printer, make_printer
 from services.embedded import Engine
 from services.orchestrator.generation import Done
@@ -20,12 +22,14 @@ def demo(options: argparse.Namespace) -> int:
     check_prompt(options)
     print(f"loading {options.target} ...", flush=True)
     with load_engine(options) as engine:
-        tokens = prompt_tokens(engine, options.prompt, options.raw)
+        if not options.raw:
+            check_template(engine, "send the prompt with --raw")
+        tokens = prompt_tokens(engine, turn(options.prompt, options.raw))
         seed = options.seed if options.seed is not None else 0
         common |= {"seed": seed}
         engine.generate(tokens, **{**common, "max_tokens": 8})  # builds kernels, faults in weights
         print(f"{options.prompt}\n", flush=True)
-        ids, speculative = _stream(engine, tokens, common, make_printer(engine, options.trace))
+        ids, speculative = _stream(engine, tokens, common, make_printer(engine.orchestrator.tokenizer, options.trace))
         print("\nnow plain decoding, for comparison ...", flush=True)
         plain = engine.generate(tokens, **{**common, "drafter": "off"})
         agreement = compare_runs(engine, engine.request(tokens, **common), plain.token_ids, ids, seed)

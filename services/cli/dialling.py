@@ -14,14 +14,3 @@ def channel_of(options: argparse.Namespace, address: str) -> grpc.aio.Channel:
         if getattr(options, name) is not None:  # silence would send in the clear what was to be protected
             raise UsageError(f"--{name.replace('_', '-')}: TLS and keys are not built yet")
     return open_channel(address)
-
-
-def check_address(address: str) -> None:
-    """Refuse what is no address (UsageError)."""
-    host, colon, port = address.rpartition(":")
-    if address.startswith("unix:"):
-        usable = len(address) > len("unix:")
-    else:
-        usable = bool(host and colon) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
-    if not usable:
-        raise UsageError(f"{address!r} is no address: host:port or unix:PATH")

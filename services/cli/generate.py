@@ -1,15 +1,13 @@
 """``aerie generate``: answer one prompt."""
 
 import argparse
+import contextlib
 import json
 import sys
-from typing import Any
 
-from services.cli.options import check_prompt, load_engine, prompt_tokens, request_options
+from services.cli.options import check_prompt, request_options
 from services.cli.report import UsageError
-from services.cli.terminal import make_printer
-from services.embedded import Engine
-from services.orchestrator.generation import Done
+from services.cli.sources import open_source, turn
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -18,15 +16,17 @@ def generate(options: argparse.Namespace) -> int:
     if options.prompt == "-":
         options.prompt = _read_stdin()
     check_prompt(options)
-    with load_engine(options) as engine:
-        tokens = prompt_tokens(engine, options.prompt, options.raw)
+    with open_source(options) as source:
+        if not options.raw:
+            source.need_template("send the prompt with --raw")
+        prompt = turn(options.prompt, options.raw)
         if options.json:
-            print(json.dumps(_answer_json(engine, tokens, common), ensure_ascii=False))
+            print(json.dumps(source.answer(prompt, common).as_json(), ensure_ascii=False))
             return 0
-        printer = make_printer(engine, options.trace)
-        for item in engine.stream(tokens, **common):
-            if not isinstance(item, Done):
-                printer.write(item)
+        printer = source.printer(options.trace)
+        with contextlib.closing(source.stream(prompt, common)) as chunks:
+            for chunk in chunks:
+                printer.write(chunk)
         printer.finish()
     return 0
 
@@ -40,16 +40,3 @@ def _read_stdin() -> str:
         raise UsageError("standard input is not UTF-8") from None
     except OSError as error:
         raise UsageError(f"cannot read standard input: {error.strerror}") from None
-
-
-def _answer_json(engine: Engine, tokens: tuple[int, ...], common: dict[str, Any]) -> dict[str, Any]:
-    result = engine.generate(tokens, **common)
-    return {
-        "text": result.text,
-        "token_ids": list(result.token_ids),
-        "depths": list(result.depths),
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "usage": result.stats.usage(),
-        "stats": result.stats.report(),
-    }

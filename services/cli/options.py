@@ -7,11 +7,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from services.cli.dialling import check_address
 from services.cli.report import UsageError
 from services.drafter.eagle3.config import Overrides
 from services.orchestrator.routing import TreeOptions
 from services.orchestrator.text import check_stops
+from services.runtime.addresses import parse_address
 from services.speculation.warpers import Sampler
 
 MAX_THREADS = 1024
@@ -42,7 +42,7 @@ def check_source(options: argparse.Namespace) -> None:
         raise UsageError(f"{given} cannot go with --connect: the models are the service's")
     if not options.drafter.strip():
         raise UsageError("--drafter must not be empty")
-    check_address(options.connect)
+    parse_address(options.connect, "--connect")
 
 
 def _first_given(options: argparse.Namespace, flags: dict[str, str]) -> str | None:
@@ -54,17 +54,14 @@ def overrides(options: argparse.Namespace) -> Overrides:
 
 
 def tree(options: argparse.Namespace) -> TreeOptions:
-    """The overrides of the tree preset (UsageError when out of range; the most nodes of a service, it knows itself)."""
+    """The overrides of the tree preset (UsageError when out of range; a service knows itself how many nodes it takes)."""
     if options.connect is None:
         from services.targets.loader import MAX_TREE_NODES
 
-        limit = f"1..{MAX_TREE_NODES}"
-    else:
-        MAX_TREE_NODES, limit = 2**32 - 1, "1 or more"
-    if options.tree_nodes is not None and not 1 <= options.tree_nodes <= MAX_TREE_NODES:
-        raise UsageError(f"--tree-nodes must be {limit}, not {options.tree_nodes}")
-    for flag, value in (("depth", options.tree_depth), ("topk", options.tree_topk)):
-        if value is not None and value < 1:
+        if options.tree_nodes is not None and not 1 <= options.tree_nodes <= MAX_TREE_NODES:
+            raise UsageError(f"--tree-nodes must be 1..{MAX_TREE_NODES}, not {options.tree_nodes}")
+    for flag, value in (("nodes", options.tree_nodes), ("depth", options.tree_depth), ("topk", options.tree_topk)):
+        if value is not None and not 1 <= value < 2**32:
             raise UsageError(f"--tree-{flag} must be 1 or more, not {value}")
     return TreeOptions(options.tree_nodes, options.tree_depth, options.tree_topk)
 

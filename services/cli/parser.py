@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from services import __version__
+from services.cli.parser_serving import _add_dialling as add_dialling
 from services.cli.parser_serving import add_serving
 from services.cli.parser_shared import add_overrides, add_threads
 from services.cli.report import UsageError
@@ -33,10 +34,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_raw(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
     _add_generation(generate)
+    _add_connect(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser("chat", help="talk to the target; /help lists what it understands")
     _add_generation(chat)
+    _add_connect(chat)
     chat.set_defaults(run=_chat)
 
     demo = commands.add_parser("demo", help="answer a prompt with and without the drafter and compare")
@@ -45,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_raw(demo)
     _add_generation(demo)
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, connect=None)
 
     bench = commands.add_parser("bench", help="plain decoding, speculation and mlx-lm, alternating in one run")
     bench.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL of {"kind", "prompt"} (24 built-in prompts)')
@@ -60,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_raw(bench)
     _add_models(bench)
     _add_tree(bench)
+    _add_connect(bench)
     bench.set_defaults(run=_bench)
 
     inspect = commands.add_parser("inspect", help="what a drafter checkpoint is, and whether it fits a target")
@@ -151,7 +155,6 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     models.add_argument(
         "--target",
-        default="smollm2",
         metavar="TARGET",
         help="smollm2, a Hub id, a folder or a .gguf file (default: smollm2)",
     )
@@ -170,6 +173,16 @@ def _add_tree(parser: argparse.ArgumentParser) -> None:
     tree.add_argument("--tree-nodes", type=int, metavar="N", help="nodes, the root included; 1 is plain decoding")
     tree.add_argument("--tree-depth", type=int, metavar="N", help="depth of the deepest node")
     tree.add_argument("--tree-topk", type=int, metavar="N", help="children of a node, and nodes expanded at a depth")
+
+
+def _add_connect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--connect",
+        metavar="ADDR",
+        help="let the orchestrator at host:port or unix:PATH answer; no model is loaded here, and --drafter names one "
+        "of its own",
+    )
+    add_dialling(parser)
 
 
 def _generate(options: argparse.Namespace) -> int:

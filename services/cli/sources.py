@@ -1,7 +1,7 @@
 """Where a command's answers come from: models in this process, or a running orchestrator."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -34,15 +34,17 @@ class Answer:
 
 
 class Source(Protocol):
-    """Use as a context manager. ``options`` are those of ``request_options``.
+    """Use as a context manager. ``options`` are those of ``request_options``."""
 
-    Attributes:
-        target: Its name.
-        drafters: Names of those that may serve a request.
-    """
+    @property
+    def target(self) -> str:
+        """The target's name."""
+        ...
 
-    target: str
-    drafters: list[str]
+    @property
+    def drafters(self) -> list[str]:
+        """Names of those that may serve a request."""
+        ...
 
     def __enter__(self: S) -> S: ...
 
@@ -53,7 +55,7 @@ class Source(Protocol):
     def need_template(self, otherwise: str) -> None:
         """Refuse a target that is known to have no chat template (UsageError), and say what to do."""
 
-    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Generator[Piece, None, None]:
         """Chunks as they come. Closing the iterator cancels the generation."""
         ...
 

@@ -1,7 +1,7 @@
 """Answers of models in this process."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from kernels import _blas
@@ -53,7 +53,7 @@ class LocalSource:
     def need_template(self, otherwise: str) -> None:
         check_template(self._engine, otherwise)
 
-    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Generator[Chunk, None, None]:
         for item in self._engine.stream(prompt_tokens(self._engine, prompt), **options):
             if not isinstance(item, Done):
                 yield item

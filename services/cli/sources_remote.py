@@ -1,7 +1,7 @@
 """Answers of a running orchestrator: no model is loaded, and MLX is not imported."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,15 +38,13 @@ class RemoteSource:
     def drafters(self) -> list[str]:
         """Of those on offer the ones that ``--drafter`` means."""
         infos = {line.name: line.status.info for line in self._client.drafters() if line.status}
-        fitting = {
-            info.name for name, info in infos.items() if self._drafter in ("auto", name, info.name, info.family)
-        }
+        fitting = {info.name for name, info in infos.items() if self._drafter in ("auto", name, info.name, info.family)}
         return sorted(fitting)
 
     def need_template(self, otherwise: str) -> None:
         """The service refuses what it has no template for."""
 
-    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Iterator[ChunkMessage]:
+    def stream(self, prompt: Prompt, options: dict[str, Any]) -> Generator[ChunkMessage, None, None]:
         with self._client.stream(prompt, **self._options(prompt, options)) as items:
             for item in items:
                 if not isinstance(item, DoneMessage):

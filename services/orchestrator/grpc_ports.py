@@ -37,14 +37,6 @@ DRAFTER = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
 ASK_SECONDS = 5.0
 """Questions without an answer for so long get none."""
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-
 
 class GrpcStream(Generic[Out, In]):
     """One session's stream to another process (implements ``ports.Stream``). The call begins with its first use.

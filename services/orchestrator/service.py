@@ -147,8 +147,7 @@ class Orchestrator:
         Raises:
             AerieError: For what is refused or fails.
         """
-        request.check()
-        request.tree.budget(self.info)
+        self._check(request)
         ends_at = None if seconds is None else time.monotonic() + seconds
         async with self._turn():
             chunks = self._session(request, ends_at).chunks()
@@ -158,10 +157,18 @@ class Orchestrator:
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
 
+    def _check(self, request: Request) -> None:
+        try:
+            request.check()
+            request.tree.budget(self.info)
+        except AerieError as error:
+            self._bus.publish("session.refused", reason=str(error.reason))
+            raise
+
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         if self._turns.locked() and self.waiting >= self._limits.queue:
-            self._bus.publish("session.refused", reason=Reason.RESOURCE_EXHAUSTED)
+            self._bus.publish("session.refused", reason=str(Reason.RESOURCE_EXHAUSTED))
             message = f"{self.running} sessions run and {self.waiting} wait: try again later"
             raise AerieError(Reason.RESOURCE_EXHAUSTED, message)
         self.waiting += 1

@@ -71,6 +71,11 @@ class Actor(Generic[M]):
         return unsubscribe
 
     @property
+    def waiting(self) -> int:
+        """Messages in the mailbox."""
+        return self._mailbox.qsize()
+
+    @property
     def alive(self) -> bool:
         return self._task is not None and not self._task.done()
 

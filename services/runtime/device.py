@@ -72,9 +72,13 @@ class DeviceThread:
         """``submit`` for coroutines. Cancelling the caller drops work that has not started."""
         return await asyncio.wrap_future(self.submit(function, priority))
 
+    @property
+    def alive(self) -> bool:
+        return not self._dead and self._thread.is_alive()
+
     def stalled(self, limit: float = STALL_SECONDS) -> str | None:
         """Why the device makes no progress, or None: the thread is dead, or a job has run for ``limit`` seconds."""
-        if self._dead or not self._thread.is_alive():
+        if not self.alive:
             return "the device thread has died"
         since = self.busy_since
         if since is not None and (seconds := time.monotonic() - since) > limit:

@@ -60,7 +60,7 @@ class Readiness(Actor[None]):
         failing = [f"{name}: {why}" for name, check in self._checks.items() if (why := check())]
         await self._become("; ".join(failing) or None)
 
-    async def drain(self) -> None:
+    async def withdraw(self) -> None:
         """Not ready, for good."""
         await self._become("draining")
         self._drained = True

@@ -170,7 +170,8 @@ def _showing(key: Key) -> list[Any]:
     def shown(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
         metadata.add("authorization", f"Bearer {key.reveal()}")
-        return details._replace(metadata=metadata)
+        rest = (details.credentials, details.wait_for_ready)
+        return grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, *rest)
 
     class UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
         async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:

@@ -73,5 +73,10 @@ class Outboxes:
         """Bytes of a session's features that are not acknowledged."""
         return self._boxes[key][0].waiting if key in self._boxes else 0
 
+    @property
+    def total(self) -> int:
+        """Bytes of all sessions' features that are not acknowledged."""
+        return sum(box.waiting for box, _ in self._boxes.values())
+
     def __len__(self) -> int:
         return len(self._boxes)

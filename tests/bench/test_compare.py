@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from services.bench.compare import compare_runs, distinct_share, last_logits
+from services.bench.compare import compare_runs, last_logits
+from services.bench.results import distinct_share
 from services.speculation.exactness import Agreement
 from services.speculation.warpers import Sampler
 from tests import plain

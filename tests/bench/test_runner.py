@@ -6,7 +6,8 @@ import pytest
 
 from services.bench import runner
 from services.bench.prompts import Prompt
-from services.bench.runner import Options, PromptResult, Timing, compare_all, run_benchmark, summarise
+from services.bench.results import Options, PromptResult, Timing, summarise
+from services.bench.runner import compare_all, run_benchmark
 from services.speculation.exactness import Agreement
 
 

@@ -2,7 +2,6 @@
 
 import io
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,6 @@ from services.orchestrator.text import TextStream
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-ENGINE = SimpleNamespace(orchestrator=SimpleNamespace(tokenizer=TOKENIZER))
 
 
 def chunks_of(text, depths, stop=(), size=2):
@@ -35,7 +33,7 @@ def trace(monkeypatch, chunks, force="1"):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("FORCE_COLOR", force)
     out = io.StringIO()
-    printer = TracePrinter(ENGINE, out)
+    printer = TracePrinter(TOKENIZER, out)
     for chunk in chunks:
         printer.write(chunk)
     printer.finish()

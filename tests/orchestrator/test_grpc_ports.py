@@ -10,10 +10,11 @@ from aerie.verifier.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_s
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.drafter import servicer as drafter_service
-from services.orchestrator.grpc_ports import CHANNEL_OPTIONS, GrpcDrafterPort, GrpcVerifierPort
+from services.orchestrator.grpc_ports import GrpcDrafterPort, GrpcVerifierPort
 from services.runtime.device import device_thread
 from services.runtime.gate import Gate
 from services.runtime.grpc_server import start_server
+from services.runtime.security import CHANNEL_OPTIONS
 from services.speculation.messages import DrafterStatus
 from services.targets.loader import load_target
 from services.verifier import servicer as verifier_service

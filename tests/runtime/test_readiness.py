@@ -67,7 +67,7 @@ def test_watch_streams_every_change(tmp_path):
             change()
             await readiness.refresh()
             seen.append((await watch.read()).status)
-        await readiness.drain()
+        await readiness.withdraw()
         seen.append((await watch.read()).status)
         assert seen == [STATES.SERVING, STATES.NOT_SERVING, STATES.SERVING, STATES.NOT_SERVING]
         await readiness.refresh()

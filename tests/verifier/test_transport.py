@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from aerie.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 
-from services.orchestrator.grpc_ports import CHANNEL_OPTIONS, GrpcVerifierPort
+from services.orchestrator.grpc_ports import GrpcVerifierPort
 from services.runtime.actor import Actor
 from services.runtime.bridge import MESSAGE_BYTES
 from services.runtime.gate import Gate
 from services.runtime.grpc_server import start_server
+from services.runtime.security import CHANNEL_OPTIONS
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import Features, History, Open, PortError, Prefilled, Verdict, Verify
 from services.speculation.trees import DraftTree

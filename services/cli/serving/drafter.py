@@ -9,6 +9,7 @@ from services.cli.serving.lifecycle import patiently, run_process
 from services.cli.serving.models import set_threads
 from services.cli.serving.process import Hosted, Process
 from services.cli.serving.shared import SharedTensors, default_cache
+from services.cli.serving.watching_models import watch_drafter
 from services.drafter.compiled import CompiledDrafting
 from services.drafter.host import DrafterHost
 from services.drafter.loader import load_chosen
@@ -36,6 +37,7 @@ async def _start(process: Process, options: argparse.Namespace) -> None:
     host.start()
     process.on_end(host.stop)
     servicer = DrafterServicer(host, process.gate)
+    watch_drafter(process, host)
     process.entry_data = {
         "drafter": model.info.name,
         "family": model.info.family,

@@ -10,6 +10,7 @@ from services.cli.serving.lifecycle import run_process
 from services.cli.serving.models import set_threads
 from services.cli.serving.orchestrator import host_orchestrator
 from services.cli.serving.process import Hosted, Process
+from services.cli.serving.watching_models import watch_drafter, watch_verifier
 from services.drafter import servicer as drafter_service
 from services.drafter.host import DrafterHost
 from services.drafter.loader import load_chosen
@@ -37,7 +38,9 @@ async def _start(process: Process, options: argparse.Namespace) -> None:
     process.hosted.append(
         Hosted(verifier_service.NAME, lambda server: add_VerifierServiceServicer_to_server(verifier, server))
     )
+    watch_verifier(process, parts.verifier, verifier)
     for drafter in parts.drafters:
+        watch_drafter(process, drafter)
         process.hosted.append(_host_drafter(process, drafter))
     host_orchestrator(process, parts.orchestrator, options)
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -11,8 +10,11 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from services.cli.serving.process import Process
+from services.runtime.addresses import check_exposure, parse_address
 from services.runtime.grpc_server import start_server
+from services.runtime.logs import configure_logging
 from services.runtime.membership import Membership
+from services.runtime.readiness import Readiness
 from services.runtime.registry import Entry
 from services.speculation.errors import AerieError, Reason
 
@@ -23,75 +25,122 @@ Start = Callable[[Process, argparse.Namespace], Awaitable[None]]
 """Builds what a process serves."""
 WAIT_SECONDS = 120.0
 """A service waits no longer for the services that it needs to start."""
+FATAL_SECONDS = 1.0
+"""How often a process looks whether it can still serve."""
 
 
 def run_process(kind: str, options: argparse.Namespace, start: Start) -> int:
-    """Build and serve until SIGTERM or SIGINT; returns the exit code, 0 also when told to end while still building.
+    """Build and serve until SIGTERM or SIGINT.
+
+    Returns:
+        The exit code: 0, also when told to end while still building; 1 when the process can serve no longer.
 
     Raises:
         AerieError: It cannot start.
     """
-    finished = asyncio.run(_run(kind, options, start))
+    configure_logging(kind, options.log_format, options.log_level)
+    code = asyncio.run(_run(kind, options, start))
     sys.stdout.flush()
-    if not finished:
+    if code is None:
         os._exit(0)  # the device thread may be in the middle of loading: an interpreter that shuts down would abort
-    return 0
+    return code
 
 
-async def _run(kind: str, options: argparse.Namespace, start: Start) -> bool:
-    """Whether it ended in order: what was cut off leaves work on the device thread."""
+async def _run(kind: str, options: argparse.Namespace, start: Start) -> int | None:
+    """The exit code; None when what was cut off leaves work on the device thread."""
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, told.set)
     ending = asyncio.create_task(told.wait())
     async with Process(kind, options) as process:
+        _check_listening(process, options)
         building = asyncio.ensure_future(start(process, options))
         await asyncio.wait((building, ending), return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
             building.cancel()
-            return False
+            return None
         building.result()
-        await _serve(process, options, ending)
-    return True
+        return await _serve(process, options, ending)
 
 
-async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.Task[bool]") -> None:
+def _check_listening(process: Process, options: argparse.Namespace) -> None:
+    """Refuse what would be open to other machines, before anything loads."""
+    for flag, keys in (("listen", process.security.keys), ("http", process.api_keys), ("metrics", process.all_keys)):
+        if text := getattr(options, flag, None):
+            check_exposure(parse_address(text, f"--{flag}"), keys, options.insecure)
+    process.security.credentials()
+
+
+async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.Task[bool]") -> int:
     names = [hosted.name for hosted in process.hosted]
 
     def add(server: object) -> None:
         for hosted in process.hosted:
             hosted.add(server)
 
-    server, address, health = await start_server(options.listen, add, names)
+    server, address, health = await start_server(options.listen, add, names, process.security)
+    process.readiness = readiness = Readiness(health, names, process.checks)
+    readiness.start()
     if process.http:
         await process.http.start(options.http)
-    membership = await _join(process, options, address)
+    if options.metrics:
+        process.on_end(_in_thread(process.metrics.serve(options.metrics)))
+    membership = _join(process, options, address)
     for line in (f"{process.kind}: {address}", *([f"http: {process.http.address}"] if process.http else [])):
         print(line, flush=True)
-    await told
+    failure = asyncio.create_task(_fatal(process), name="watch over the process")
+    await asyncio.wait((told, failure), return_when=asyncio.FIRST_COMPLETED)
+    if failure.done():
+        log.error("this process can serve no longer: %s", failure.result())
+    failure.cancel()
     # In this order: nobody is sent here any more, nothing new begins, what runs finishes.
+    await readiness.withdraw()
+    process.gate.close()
     if membership:
         await membership.stop()
-    await health.enter_graceful_shutdown()
-    process.gate.close()
-    log.info("draining: %d sessions run", process.gate.running)
-    deadline = asyncio.get_running_loop().time() + options.drain
-    if process.http:
-        await process.http.drain(options.drain)
-    if not await process.gate.emptied(deadline - asyncio.get_running_loop().time()):
-        log.warning("%d sessions are cut off after %g s", process.gate.running, options.drain)
+    await _drain(process, 0.0 if failure.done() else options.drain)
+    await readiness.stop()
     await server.stop(0.5)
+    return 0 if told.done() else 1
 
 
-async def _join(process: Process, options: argparse.Namespace, address: str) -> Membership | None:
+async def _drain(process: Process, seconds: float) -> None:
+    log.info("draining: %d sessions run", process.gate.running)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    if process.http:
+        await process.http.drain(seconds)
+    if not await process.gate.emptied(max(0.0, deadline - loop.time())):
+        log.warning("%d sessions are cut off after %g s", process.gate.running, seconds)
+
+
+async def _fatal(process: Process) -> str:
+    """Why the process cannot serve any more, once that is so."""
+    while True:
+        await asyncio.sleep(FATAL_SECONDS)
+        for check in process.fatal:
+            if why := check():
+                return why
+
+
+def _in_thread(end: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    async def ending() -> None:
+        await asyncio.to_thread(end)
+
+    return ending
+
+
+def _join(process: Process, options: argparse.Namespace, address: str) -> Membership | None:
     """List this process in the registry, if there is one."""
     if process.registry is None:
         return None
     reached = options.advertise or _reachable(address)
-    entry = Entry(f"{process.kind}@{reached}", process.kind, reached, process.entry_data)
-    membership = Membership(process.registry, entry)
+    membership = Membership(
+        process.registry, Entry(f"{process.kind}@{reached}", process.kind, reached, process.entry_data)
+    )
     membership.start()
+    process.metrics.watch({"membership": membership})
     return membership
 
 
@@ -112,13 +161,12 @@ async def patiently(ask: Callable[[], Awaitable[T]], what: str, seconds: float =
     loop = asyncio.get_running_loop()
     deadline, said = loop.time() + seconds, False
     while True:
-        with contextlib.suppress(asyncio.InvalidStateError):
-            try:
-                return await ask()
-            except ConnectionError as error:
-                if loop.time() > deadline:
-                    raise AerieError(Reason.SERVICE_UNAVAILABLE, f"{what} does not answer: {error}") from None
-                if not said:
-                    log.warning("waiting for %s", what)
-                    said = True
-        await asyncio.sleep(0.2)
+        try:
+            return await ask()
+        except ConnectionError as error:
+            if loop.time() > deadline:
+                raise AerieError(Reason.SERVICE_UNAVAILABLE, f"{what} does not answer: {error}") from None
+            if not said:
+                log.info("waiting for %s: %s", what, error)
+                said = True
+            await asyncio.sleep(0.2)

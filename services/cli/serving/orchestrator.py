@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from services.cli.serving.lifecycle import patiently, run_process
 from services.cli.serving.process import DEFAULT_DRAFTER, Hosted, Process
+from services.cli.serving.watching import watch_dependency, watch_rounds
 from services.orchestrator.directory import Directory
 from services.orchestrator.openai.app import build_app
 from services.orchestrator.openai.server import HttpServer
@@ -28,6 +29,7 @@ async def _start(process: Process, options: argparse.Namespace) -> None:
     files = await patiently(verifier.tokenizer, f"the verifier at {address}")
     directory = Directory(await _drafters(process, options), process.drafter_port, info, process.bus)
     directory.start()
+    watch_dependency(process, "verifier", verifier.check_ready)
     process.on_end(directory.stop)
     await directory.refresh()
     template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
@@ -51,6 +53,10 @@ async def _drafters(process: Process, options: argparse.Namespace) -> Registry:
 def host_orchestrator(process: Process, orchestrator: Orchestrator, options: argparse.Namespace) -> None:
     """Serve an orchestrator over gRPC, and over HTTP where ``--http`` says so."""
     servicer = OrchestratorServicer(orchestrator, process.gate)
+    watch_rounds(process, orchestrator)
     process.hosted.append(Hosted(NAME, lambda server: add_OrchestratorServiceServicer_to_server(servicer, server)))
     if options.http:
-        process.http = HttpServer(build_app(orchestrator, ready=lambda: not process.gate.closed))
+        keys = frozenset(key.reveal() for key in process.api_keys)
+        ready = lambda: process.readiness is not None and process.readiness.reason is None  # noqa: E731
+        app = build_app(orchestrator, keys, ready=ready, routes=[process.metrics.route()])
+        process.http = HttpServer(app, options.tls_cert, options.tls_key)

@@ -11,13 +11,16 @@ from typing import Any
 import grpc
 from redis.asyncio import Redis
 
-from services.orchestrator.grpc_ports import CHANNEL_OPTIONS, GrpcDrafterPort, GrpcVerifierPort
+from services.orchestrator.grpc_ports import GrpcDrafterPort, GrpcVerifierPort
 from services.orchestrator.openai.server import HttpServer
 from services.runtime.bus import MemoryBus
 from services.runtime.gate import Gate
+from services.runtime.metrics import ProcessMetrics
+from services.runtime.readiness import Check, Readiness
 from services.runtime.redis_bus import RedisBus
 from services.runtime.redis_client import connect_redis
 from services.runtime.redis_registry import RedisRegistry
+from services.runtime.security import ChannelSecurity, Keys, ServerSecurity, read_keys
 from services.speculation.errors import AerieError, Reason
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,11 @@ class Process:
         hosted: Its gRPC services.
         http: Its HTTP server, if it has one.
         entry_data: What the registry says of it.
+        metrics: Of this process.
+        checks: Why it is not ready, by what is looked at; ``readiness`` asks them once it serves.
+        fatal: Why it can serve no longer: a supervisor must start it again.
+        api_keys: Of clients.
+        security: What its gRPC port demands.
     """
 
     def __init__(self, kind: str, options: argparse.Namespace) -> None:
@@ -54,6 +62,24 @@ class Process:
         self.hosted: list[Hosted] = []
         self.http: HttpServer | None = None
         self.entry_data: dict[str, Any] = {}
+        self.metrics = ProcessMetrics(self.bus)
+        self.checks: dict[str, Check] = {}
+        self.readiness: Readiness | None = None
+        self.fatal: list[Check] = []
+        self.api_keys = read_keys("AERIE_API_KEY", getattr(options, "api_key_file", None))
+        worker_keys = read_keys("AERIE_WORKER_KEY", options.worker_key_file)
+        # Whoever serves clients takes their keys; workers among themselves have their own.
+        faces_clients = kind in ("orchestrator", "all")
+        self.all_keys: Keys = (*self.api_keys, *worker_keys)
+        keys = self.all_keys if faces_clients and self.api_keys else () if faces_clients else worker_keys
+        self.security = ServerSecurity(keys, options.tls_cert, options.tls_key, options.tls_client_ca)
+        shown = read_keys("AERIE_KEY", getattr(options, "key_file", None)) or worker_keys
+        self._dialling = ChannelSecurity(
+            shown[0] if shown else None,
+            getattr(options, "ca", None),
+            getattr(options, "cert", None),
+            getattr(options, "cert_key", None),
+        )
         self._redis_url: str | None = options.redis
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._ends = contextlib.AsyncExitStack()
@@ -80,8 +106,7 @@ class Process:
         """A channel to another service, one for each use."""
         if (address, use) not in self._channels:
             # Channels to one address would share their connection.
-            options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-            channel = grpc.aio.insecure_channel(address, options=options)
+            channel = self._dialling.open(address, [("grpc.use_local_subchannel_pool", 1)])
             self._channels[address, use] = channel
             self._ends.push_async_callback(channel.close)
         return self._channels[address, use]

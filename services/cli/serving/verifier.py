@@ -7,6 +7,7 @@ from aerie.verifier.v1.verifier_pb2_grpc import add_VerifierServiceServicer_to_s
 from services.cli.serving.lifecycle import run_process
 from services.cli.serving.models import set_threads
 from services.cli.serving.process import Hosted, Process
+from services.cli.serving.watching_models import watch_verifier
 from services.runtime.device import device_thread
 from services.targets.loader import load_target
 from services.verifier.host import VerifierHost
@@ -26,5 +27,6 @@ async def _start(process: Process, options: argparse.Namespace) -> None:
     host.start()
     process.on_end(host.stop)
     servicer = VerifierServicer(host, process.gate)
+    watch_verifier(process, host, servicer)
     process.entry_data = {"target": target.info.name, "target_fingerprint": target.info.weights_fingerprint}
     process.hosted.append(Hosted(NAME, lambda server: add_VerifierServiceServicer_to_server(servicer, server)))
