@@ -125,7 +125,8 @@ class Orchestrator:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, special tokens recognised, as the tokenizer's own post-processor adds them."""
-        return tuple(self.tokenizer.encode(text).ids)
+        # Not ``encode``, which keeps the GIL: a long prompt would hold up every session.
+        return tuple(self.tokenizer.encode_batch_fast([text])[0].ids)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         """Token ids of a conversation in the target's chat template.
@@ -135,7 +136,8 @@ class Orchestrator:
         """
         if self._template is None:
             raise AerieError(Reason.INVALID_ARGUMENT, "the target has no chat template; send plain text")
-        return tuple(self.tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids)
+        text = self._template.render(messages)
+        return tuple(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     async def generate(self, request: Request, seconds: float | None = None) -> AsyncIterator[Chunk | Done]:
         """Chunks as rounds commit, then ``Done``. Leaving the iterator early cancels the session.

@@ -1,5 +1,6 @@
 """``OrchestratorService``: generations for clients."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -29,7 +30,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         async with self._gate.enter(context):
-            items = self._orchestrator.generate(self._request(wire.read_generate(request)), context.time_remaining())
+            # Beside the event loop: a long prompt takes its time.
+            asked = await asyncio.to_thread(self._request, wire.read_generate(request))
+            items = self._orchestrator.generate(asked, context.time_remaining())
             try:
                 async for item in items:
                     yield _write(item)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from services.runtime.bridge import MESSAGE_BYTES
+from services.runtime.rich_status import rich_status
 from services.speculation.errors import AerieError, Reason
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -148,11 +149,13 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 def _refusing(handler: Any) -> Any:
     """A handler of the same kind that refuses."""
 
+    status = rich_status(AerieError(Reason.UNAUTHENTICATED, "a key is missing or wrong"))
+
     async def refuse(_: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a key is missing or wrong")
+        await context.abort_with_status(status)
 
     async def refuse_stream(_: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a key is missing or wrong")
+        await context.abort_with_status(status)
         yield
 
     name = {

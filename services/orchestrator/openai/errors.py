@@ -21,6 +21,7 @@ _STATUS = {
     Reason.RESOURCE_EXHAUSTED: 429,
     Reason.SERVICE_UNAVAILABLE: 503,
     Reason.ENGINE_CLOSED: 503,
+    Reason.DEADLINE_EXCEEDED: 504,
 }
 _CODE = {Reason.INVALID_ARGUMENT: "invalid_value", Reason.PROMPT_TOO_LONG: "context_length_exceeded"}
 
