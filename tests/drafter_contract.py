@@ -53,6 +53,20 @@ async def check_a_gap_is_refused_and_costs_the_session(service: Service) -> None
     await stream.close()
 
 
+async def check_a_draft_waits_for_rows_that_come_later_and_brings_its_own(service: Service) -> None:
+    stream = await opened(service)
+    await stream.send(Draft("s", 0, 0, 4, BUDGET))
+    await stream.send(observe(0, 8, 9))
+    await stream.send(observe(2, 10))
+    drafted = await answer(stream)
+    assert isinstance(drafted, Drafted)
+    assert (drafted.round, int(drafted.tree.tokens[0])) == (0, 10)
+    await stream.send(Draft("s", 0, 1, 5, BUDGET, observe(3, 11)))
+    drafted = await answer(stream)
+    assert (drafted.round, int(drafted.tree.tokens[0])) == (1, 11)
+    await stream.close()
+
+
 async def check_missing_rows_are_asked_for(service: Service) -> None:
     stream = await opened(service)
     await stream.send(observe(0, 8, 9))

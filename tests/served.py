@@ -16,7 +16,8 @@ from services.orchestrator.service import DEFAULT_LIMITS, Limits, Request
 from services.orchestrator.servicer import NAME, OrchestratorServicer
 from services.runtime.device import device_thread
 from services.runtime.gate import Gate
-from services.runtime.grpc_server import start_server
+from services.runtime.grpc_server import NO_SECURITY, start_server
+from services.runtime.security import ServerSecurity
 from services.targets.target import Target
 from services.verifier.servicer import VerifierServicer
 
@@ -28,6 +29,7 @@ class Served:
         target: What is served.
         model: Its drafter, or None.
         limits: Of the orchestrator.
+        security: What its port demands.
 
     Attributes:
         address: Where it listens while it does.
@@ -35,10 +37,12 @@ class Served:
         gate: Of the service.
     """
 
-    def __init__(self, target: Target, model: Any = None, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self, target: Target, model: Any = None, limits: Limits = DEFAULT_LIMITS, security: ServerSecurity = NO_SECURITY
+    ) -> None:
         self.target = target
         self.gate = Gate()
-        self._model, self._limits = model, limits
+        self._model, self._limits, self._security = model, limits, security
         self._folder = tempfile.mkdtemp(prefix="aerie-")  # short: a unix socket's path has 104 bytes on macOS
         self.address = f"unix:{self._folder}/s"
         self._server: Any = None
@@ -70,7 +74,7 @@ class Served:
             add_OrchestratorServiceServicer_to_server(orchestrator, server)
             add_VerifierServiceServicer_to_server(verifier, server)
 
-        self._server, _, _ = self.run(start_server(self.address, add, [NAME]))
+        self._server, _, _ = self.run(start_server(self.address, add, [NAME], self._security))
 
     def hang_up(self) -> None:
         """Stop listening, and cut off who is connected."""

@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "verifier": LOWER | {"runtime", "wire", "targets", "kernels"},
     "drafter": LOWER | {"runtime", "wire", "targets", "kernels"},
     "orchestrator": LOWER | {"runtime", "wire"},
-    "client": LOWER | {"wire"},
+    "client": LOWER | {"runtime", "wire"},
 }
 ANYTHING = {"embedded", "training", "bench", "cli"}
 NO_MLX = {"speculation", "runtime", "wire", "orchestrator", "client"}

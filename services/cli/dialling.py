@@ -1,16 +1,15 @@
-"""Channels to services, as the options of ``add_dialling`` say."""
+"""What commands show to the services that they reach."""
 
 import argparse
 
-import grpc
-
-from services.cli.report import UsageError
-from services.client.channel import open_channel
+from services.runtime.security import ChannelSecurity, read_keys
 
 
-def channel_of(options: argparse.Namespace, address: str) -> grpc.aio.Channel:
-    """A channel to ``address``. Call it on the event loop that uses the channel."""
-    for name in ("ca", "cert", "cert_key", "key_file"):
-        if getattr(options, name) is not None:  # silence would send in the clear what was to be protected
-            raise UsageError(f"--{name.replace('_', '-')}: TLS and keys are not built yet")
-    return open_channel(address)
+def security_of(options: argparse.Namespace) -> ChannelSecurity:
+    """As ``--ca``, ``--cert``, ``--cert-key`` and ``--key-file`` or AERIE_KEY say.
+
+    Raises:
+        AerieError: INVALID_ARGUMENT, a key file cannot be read or holds no key.
+    """
+    keys = read_keys("AERIE_KEY", options.key_file)
+    return ChannelSecurity(keys[0] if keys else None, options.ca, options.cert, options.cert_key)

@@ -4,10 +4,9 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from services.cli.dialling import channel_of
+from services.cli.dialling import security_of
 from services.cli.report import printable
 from services.client import AsyncClient
 from services.orchestrator.grpc_ports import GrpcVerifierPort
@@ -68,7 +67,7 @@ def list_drafters(options: argparse.Namespace) -> int:
 
 
 async def _sessions(options: argparse.Namespace) -> list[SessionSummary]:
-    async with channel_of(options, options.address) as channel:
+    async with security_of(options).open(options.address) as channel:
         try:
             return await GrpcVerifierPort(channel, channel).sessions()
         except ConnectionError as error:
@@ -77,7 +76,7 @@ async def _sessions(options: argparse.Namespace) -> list[SessionSummary]:
 
 
 async def _drafters(options: argparse.Namespace) -> list[DrafterLine]:
-    async with AsyncClient(options.address, dial=partial(channel_of, options), retries=0) as client:
+    async with AsyncClient(options.address, security=security_of(options), retries=0) as client:
         return await client.drafters()
 
 

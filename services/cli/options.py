@@ -54,7 +54,7 @@ def overrides(options: argparse.Namespace) -> Overrides:
 
 
 def tree(options: argparse.Namespace) -> TreeOptions:
-    """The overrides of the tree preset (UsageError when out of range; a service knows itself how many nodes it takes)."""
+    """The overrides of the tree preset (UsageError when out of range; a service has a limit of its own)."""
     if options.connect is None:
         from services.targets.loader import MAX_TREE_NODES
 

@@ -2,14 +2,13 @@
 
 import argparse
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import Any
 
 from services.bench.prompts import Prompt as BenchPrompt
 from services.bench.remote import RemoteBenchmark, tree_options
 from services.bench.results import Options as BenchOptions
 from services.bench.results import PromptResult
-from services.cli.dialling import channel_of
+from services.cli.dialling import security_of
 from services.cli.report import complain
 from services.cli.sources import Answer, Prompt
 from services.cli.terminal import Printer, RoundPrinter
@@ -22,7 +21,7 @@ class RemoteSource:
     def __init__(self, options: argparse.Namespace) -> None:
         self._address = options.connect
         self._drafter = options.drafter
-        self._client = Client(options.connect, dial=partial(channel_of, options))
+        self._client = Client(options.connect, security=security_of(options))
 
     def __enter__(self) -> "RemoteSource":
         return self

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar, Unpack
 
-from services.client.channel import Dial, open_channel
 from services.client.client import ASK_SECONDS, RETRIES, AsyncClient, Generation, Item, ServiceInfo, closed
 from services.client.requests import Options, Prompt
+from services.runtime.security import OPEN, ChannelSecurity
 from services.speculation.errors import AerieError
 from services.wire.orchestrator import DrafterLine
 
@@ -26,16 +26,16 @@ class Client:
     already, as in notebooks, and holds that loop up until the answer is there. Use as a context manager, or ``close``.
 
     Args:
-        address, dial, retries: As for ``AsyncClient``.
+        address, security, retries: As for ``AsyncClient``.
     """
 
-    def __init__(self, address: str, *, dial: Dial = open_channel, retries: int = RETRIES) -> None:
+    def __init__(self, address: str, *, security: ChannelSecurity = OPEN, retries: int = RETRIES) -> None:
         self._loop = _Loop()
         # Also for clients that are dropped, or still open at the end: a loop must not outlive the interpreter.
         self._end = weakref.finalize(self, self._loop.close)
 
         async def make() -> AsyncClient:
-            return AsyncClient(address, dial=dial, retries=retries)
+            return AsyncClient(address, security=security, retries=retries)
 
         try:
             self._client = self._loop.call(make())

@@ -9,9 +9,9 @@ import grpc
 from aerie.orchestrator.v1 import orchestrator_pb2 as pb
 from aerie.orchestrator.v1 import orchestrator_pb2_grpc
 
-from services.client.channel import Dial, open_channel
 from services.client.failures import Attempts
 from services.client.requests import Options, Prompt, check_deadline, write_request
+from services.runtime.security import OPEN, ChannelSecurity
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import FinishReason, TokenLogProbs
 from services.wire.orchestrator import ChunkMessage, DoneMessage, DrafterLine, read_drafters, read_generated
@@ -66,14 +66,14 @@ class AsyncClient:
 
     Args:
         address: ``host:port`` or ``unix:PATH`` of an orchestrator.
-        dial: Opens the channel.
+        security: The key and the certificates that the service asks for.
         retries: How often a request is tried again that failed before its first token, because the service was away
             or full.
     """
 
-    def __init__(self, address: str, *, dial: Dial = open_channel, retries: int = RETRIES) -> None:
+    def __init__(self, address: str, *, security: ChannelSecurity = OPEN, retries: int = RETRIES) -> None:
         self.address = address
-        self._channel = dial(address)
+        self._channel = security.open(address)
         self._retries = retries
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
@@ -105,8 +105,9 @@ class AsyncClient:
         attempts = self._attempts(options.get("deadline"))
         while True:
             begun = done = False
-            call = self._begin(self._stub.Generate, request, attempts)
+            call: Any = None
             try:
+                call = self._stub.Generate(request, timeout=attempts.timeout())
                 async for response in call:
                     begun = True
                     item = _read(read_generated, response)
@@ -119,11 +120,14 @@ class AsyncClient:
                 if done:  # all that there was to say has been said
                     return
                 failure = error
+            except grpc.aio.UsageError:
+                raise closed() from None
             except asyncio.CancelledError:
                 _check_own(call)
                 raise
             finally:
-                call.cancel()
+                if call:
+                    call.cancel()
             if begun:  # what a caller has seen cannot be taken back
                 raise attempts.refusal(failure)
             await attempts.wait(failure)
@@ -162,11 +166,14 @@ class AsyncClient:
     async def _ask(self, method: Callable[..., Awaitable[Any]], request: Any, deadline: float) -> Any:
         attempts = self._attempts(deadline)
         while True:
-            call: Any = self._begin(method, request, attempts)
+            call: Any = None
             try:
+                call = method(request, timeout=attempts.timeout())
                 return await call
             except grpc.aio.AioRpcError as error:
                 failure = error
+            except grpc.aio.UsageError:
+                raise closed() from None
             except asyncio.CancelledError:
                 _check_own(call)
                 raise
@@ -174,12 +181,6 @@ class AsyncClient:
 
     def _attempts(self, deadline: float | None) -> Attempts:
         return Attempts(self.address, self._retries, check_deadline(deadline))
-
-    def _begin(self, method: Callable[..., Any], request: Any, attempts: Attempts) -> Any:
-        try:
-            return method(request, timeout=attempts.timeout())
-        except grpc.aio.UsageError:
-            raise closed() from None
 
 
 def closed() -> AerieError:

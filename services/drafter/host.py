@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 Reply = Callable[[FromDrafter], None]
 _SLICE_ROWS = 64
 """Observed rows that are worth a slice of their own; fewer are read together with the next draft."""
+ROWS_SECONDS = 0.5
+"""A draft waits no longer for rows that come on another stream."""
 HANG_SECONDS = 30.0
 """A job that holds the device longer is a fault: the drafter is given up."""
 
@@ -64,13 +66,21 @@ class _Hosted:
     reply: Reply
     queued: deque[Observe] = field(default_factory=deque)
     slices: int = 0  # long observes that are not read yet
-    waiting: Draft | None = None  # asked for meanwhile
+    waiting: Draft | None = None  # asked for, and not begun
+    timer: asyncio.TimerHandle | None = None  # of the draft that waits
+    stop: int = 0  # position after the newest row that has come
     asked_at: float = 0.0  # when the newest draft was asked for
     round: int = 0  # the newest that a draft was asked for
     closed: bool = False
     state: DraftSession | None = None
     pending: int = -1  # token after the last observed row: the root of the next tree
     seconds: float = 0.0  # spent on rows since the last tree
+
+    def stop_waiting(self) -> None:
+        self.waiting = None
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
 
     @property
     def rows(self) -> int:
@@ -161,21 +171,46 @@ class DrafterHost(Actor[FromClient | Closed]):
             raise AerieError(Reason.SESSION_UNKNOWN, f"no session {message.session} with epoch {message.epoch}")
         match message:
             case Observe():
-                older.queued.append(message)
-                if len(message.tokens) >= _SLICE_ROWS:
-                    older.slices += 1
-                    self._submit(older, message.session, lambda: self._observe_slice(older), Priority.SLICE)
+                self._take_rows(older, message)
+                self._draft_if_ready(older, message.session)
             case Draft() as draft:
+                if draft.observe:
+                    self._take_rows(older, draft.observe)
                 older.round = max(older.round, draft.round)
                 older.asked_at = time.perf_counter()
-                if older.slices:
-                    # In the class of drafts it would drag a long prompt past the verifier's work.
-                    older.waiting = draft
-                else:
-                    self._submit(older, message.session, lambda: self._draft(older, draft), Priority.DRAFT)
+                older.waiting = draft
+                self._draft_if_ready(older, message.session)
+                if older.waiting:
+                    loop = asyncio.get_running_loop()
+                    older.timer = loop.call_later(ROWS_SECONDS, self._stop_waiting, older, draft)
+
+    def _take_rows(self, hosted: _Hosted, observe: Observe) -> None:
+        hosted.queued.append(observe)
+        hosted.stop = observe.features.base + len(observe.tokens)
+        if len(observe.tokens) >= _SLICE_ROWS:
+            hosted.slices += 1
+            self._submit(hosted, observe.session, lambda: self._observe_slice(hosted), Priority.SLICE)
+
+    def _draft_if_ready(self, hosted: _Hosted, session: str, come: bool = False) -> None:
+        """Grow the tree that waits, once its rows have come and the long ones among them are read.
+
+        In the class of drafts a long prompt would be dragged past the verifier's work.
+        """
+        draft = hosted.waiting
+        if draft is None or hosted.slices or not (come or hosted.stop >= draft.base_len - 1):
+            return
+        hosted.stop_waiting()
+        self._submit(hosted, session, lambda: self._draft(hosted, draft), Priority.DRAFT)
+
+    def _stop_waiting(self, hosted: _Hosted, draft: Draft) -> None:
+        """Rows that are on another stream have not come: the answer says which."""
+        if hosted.waiting is draft:
+            self._draft_if_ready(hosted, draft.session, come=True)
 
     def _forget(self, session: str) -> None:
-        self.sessions.pop(session).closed = True
+        hosted = self.sessions.pop(session)
+        hosted.closed = True
+        hosted.stop_waiting()
 
     def _refusal(self, session: str, error: AerieError) -> PortError:
         hosted = self.sessions.get(session)
@@ -207,11 +242,9 @@ class DrafterHost(Actor[FromClient | Closed]):
             return
         if priority is Priority.SLICE:
             hosted.slices -= 1
-            draft = hosted.waiting
-            if draft and not hosted.slices:
-                hosted.waiting = None
-                if answer is None:  # else the failure answers the draft, too
-                    self._submit(hosted, session, lambda: self._draft(hosted, draft), Priority.DRAFT)
+            if answer is not None:
+                hosted.stop_waiting()  # the failure answers the draft, too
+            self._draft_if_ready(hosted, session)
         if answer is not None:
             hosted.reply(answer)
 

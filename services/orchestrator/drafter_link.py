@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from services.orchestrator.directory import Offer
 from services.orchestrator.pace import LOST_SECONDS, PRIMING_SECONDS
 from services.runtime.actor import log_incident
 from services.speculation.errors import AerieError, Reason
-from services.speculation.messages import Draft, Drafted, NeedFeatures, PortError, ToDrafter
+from services.speculation.messages import Draft, Drafted, NeedFeatures, Observe, PortError, ToDrafter
 from services.speculation.session import DrafterBehind, DrafterLost, DraftLate, Event
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ class DrafterLink:
         self._post = post
         self._acknowledge = acknowledge
         self._stream = offer.port.connect(seconds)
-        self._outbox: asyncio.Queue[ToDrafter | int] = asyncio.Queue()
+        self._outbox: deque[ToDrafter | int] = deque()
+        self._filled = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
         self._asked_at = 0.0
         self._answers = 0
@@ -52,11 +55,15 @@ class DrafterLink:
     def send(self, message: ToDrafter) -> None:
         if isinstance(message, Draft):
             self._watch(message)
-        self._outbox.put_nowait(message)
+        self._put(message)
 
     def acknowledge(self, size: int) -> None:
         """Once all that was to be sent is on its way, ``size`` bytes of history have gone on."""
-        self._outbox.put_nowait(size)
+        self._put(size)
+
+    def _put(self, message: ToDrafter | int) -> None:
+        self._outbox.append(message)
+        self._filled.set()
 
     async def close(self) -> None:
         """End the session at the drafter. What waits is not sent, and counts as gone on."""
@@ -64,9 +71,10 @@ class DrafterLink:
         self.offer.sessions -= 1
         for task in self._tasks:
             task.cancel()
-        while not self._outbox.empty():
-            if isinstance(waiting := self._outbox.get_nowait(), int):
+        for waiting in self._outbox:
+            if isinstance(waiting, int):
                 self._acknowledge(waiting)
+        self._outbox.clear()
         await self._stream.close()
 
     def _watch(self, draft: Draft) -> None:
@@ -90,17 +98,27 @@ class DrafterLink:
     async def _send(self) -> None:
         try:
             while True:
-                message = await self._outbox.get()
+                while not self._outbox:
+                    self._filled.clear()
+                    await self._filled.wait()
+                message = self._outbox.popleft()
                 if isinstance(message, int):
                     self._acknowledge(message)
                 else:
-                    await self._stream.send(message)
+                    await self._stream.send(self._with_draft(message))
         except ConnectionError as error:
             self._lose(str(error))
         except AerieError as error:
             self._post(DrafterLost(str(error)))
         except Exception as error:
             self._post(DrafterLost(log_incident(log, "sending to a drafter failed", error)))
+
+    def _with_draft(self, message: ToDrafter) -> ToDrafter:
+        """Rows and the draft that follows them as one message: each costs a wake-up on the way."""
+        if isinstance(message, Observe) and self._outbox and isinstance(following := self._outbox[0], Draft):
+            self._outbox.popleft()
+            return replace(following, observe=message)
+        return message
 
     async def _read(self) -> None:
         try:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from services.speculation.messages import Features, History, Observe, Open, OpenDraft, Tap
 
+SOON_ROWS = 512
+"""A prompt of no more rows is read about as soon as a tree is grown."""
 HELD_ROWS = 256
 """A drafter for which more rows wait does not keep up: it is given up."""
 
@@ -49,8 +51,12 @@ class Feed:
 
     @property
     def ready(self) -> bool:
-        """It has been sent all there is, and nothing is asked of it."""
-        return self.primed and self.asked is None
+        """It has been sent all there is, and nothing is asked of it.
+
+        The history of a short prompt is on its way when its first draft is asked for: the drafter waits for it.
+        """
+        comes_soon = self.number == 0 and not self.held and self.history_end <= SOON_ROWS
+        return self.asked is None and (self.primed or comes_soon)
 
     @property
     def overrun(self) -> bool:
@@ -74,7 +80,7 @@ class Feed:
             KeyError: They lack a tap.
         """
         feed = replace(self, held=(*self.held, self._observe(features, tokens)))
-        return feed._let_go() if feed.ready else (feed, ())
+        return feed._let_go() if feed.primed and feed.asked is None else (feed, ())
 
     def answered(self) -> tuple["Feed", tuple[Observe, ...]]:
         """The draft that was asked for is answered, in time or late."""

@@ -263,11 +263,14 @@ class Observe:
 
 @dataclass(frozen=True)
 class Draft:
+    """Ask for a tree. ``observe`` is read first: rows that would else be a message of their own just before."""
+
     session: str
     epoch: int
     round: int
     base_len: int
     budget: Budget
+    observe: Observe | None = None
 
 
 # From the drafter -----------------------------------------------------------------------------------------

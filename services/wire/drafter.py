@@ -25,13 +25,21 @@ def write_request(message: ToDrafter) -> pb.SessionRequest:
             opened = pb.Open(epoch=message.epoch, sampler=values.write_sampler(message.sampler), seed=message.seed)
             return pb.SessionRequest(session=message.session, open=opened)
         case Observe():
-            features = values.write_features(message.features)
-            observe = pb.Observe(epoch=message.epoch, features=features, tokens=message.tokens)
-            return pb.SessionRequest(session=message.session, observe=observe)
+            return pb.SessionRequest(session=message.session, observe=_write_observe(message))
         case Draft():
             round_ = values.write_round(message.epoch, message.round, message.base_len)
-            draft = pb.Draft(id=round_, budget=values.write_budget(message.budget))
+            observe = _write_observe(message.observe) if message.observe else None
+            draft = pb.Draft(id=round_, budget=values.write_budget(message.budget), observe=observe)
             return pb.SessionRequest(session=message.session, draft=draft)
+
+
+def _write_observe(observe: Observe) -> pb.Observe:
+    features = values.write_features(observe.features)
+    return pb.Observe(epoch=observe.epoch, features=features, tokens=observe.tokens)
+
+
+def _read_observe(session: str, observe: pb.Observe) -> Observe:
+    return Observe(session, observe.epoch, values.read_features(observe.features), tuple(observe.tokens))
 
 
 def read_request(request: pb.SessionRequest) -> ToDrafter:
@@ -42,11 +50,11 @@ def read_request(request: pb.SessionRequest) -> ToDrafter:
             opened = request.open
             return OpenDraft(session, opened.epoch, values.read_sampler(opened.sampler), opened.seed)
         case "observe":
-            o = request.observe
-            return Observe(session, o.epoch, values.read_features(o.features), tuple(o.tokens))
+            return _read_observe(session, request.observe)
         case "draft":
             d = request.draft
-            return Draft(session, *values.read_round(d.id), budget=values.read_budget(d.budget))
+            observe = _read_observe(session, d.observe) if d.HasField("observe") else None
+            return Draft(session, *values.read_round(d.id), values.read_budget(d.budget), observe)
     raise AerieError(Reason.INVALID_ARGUMENT, "a request without a message that this version knows")
 
 

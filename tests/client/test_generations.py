@@ -8,9 +8,20 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from services.client import AerieError, AsyncClient, ChunkMessage, Client, DoneMessage, Reason, Sampler
+from services.client import (
+    AerieError,
+    AsyncClient,
+    ChannelSecurity,
+    ChunkMessage,
+    Client,
+    DoneMessage,
+    Key,
+    Reason,
+    Sampler,
+)
 from services.orchestrator.routing import TreeOptions
 from services.orchestrator.service import Request
+from services.runtime.security import OPEN
 from tests.client.conftest import until
 
 IDLE = {"orchestrator": 0, "verifier": 0, "drafter": 0}
@@ -125,6 +136,10 @@ def test_what_the_service_says_of_itself(served, client):
     assert (line.name, line.status.info, line.sessions) == ("random", offer.info, 0)
 
 
+# Calls that show a key pass interceptors: they are other objects, and end otherwise.
+KEYED = pytest.mark.parametrize("security", [OPEN, ChannelSecurity(Key("k"))], ids=["open", "keyed"])
+
+
 # Leaving ----------------------------------------------------------------------------------------------------
 
 
@@ -176,9 +191,10 @@ def test_another_thread_closes_a_stream_whose_reader_waits(served, client):
     until(freed(served))
 
 
-def test_cancelling_a_task_frees_every_tier(served):
+@KEYED
+def test_cancelling_a_task_frees_every_tier(served, security):
     async def scenario():
-        async with AsyncClient(served.address) as client:
+        async with AsyncClient(served.address, security=security) as client:
             task = asyncio.create_task(client.generate("hi", **LONG))
             await asyncio.to_thread(until, started(served))
             task.cancel()
@@ -202,9 +218,10 @@ def test_a_deadline_ends_the_answer_and_frees_every_tier(served, client):
     assert client.generate("hi", max_tokens=3, deadline=60).usage["completion_tokens"] == 3
 
 
+@KEYED
 @pytest.mark.parametrize("kind", ["generate", "stream"])
-def test_closing_the_client_ends_what_runs(served, kind):
-    client = Client(served.address)
+def test_closing_the_client_ends_what_runs(served, kind, security):
+    client = Client(served.address, security=security)
     failures = []
 
     def work():
@@ -227,9 +244,10 @@ def test_closing_the_client_ends_what_runs(served, kind):
         assert caught.value.reason == Reason.ENGINE_CLOSED
 
 
-def test_closing_an_async_client_ends_what_runs(served):
+@KEYED
+def test_closing_an_async_client_ends_what_runs(served, security):
     async def scenario():
-        client = AsyncClient(served.address)
+        client = AsyncClient(served.address, security=security)
         task = asyncio.create_task(client.generate("hi", **LONG))
         await asyncio.to_thread(until, started(served))
         await client.close()

@@ -139,8 +139,9 @@ def test_a_late_draft_costs_rounds_and_not_the_drafter():
     rounds = [data for topic, data in events if topic == "round.committed"]
     assert [data["round"] for data in rounds if data["late"]] == [2, 9]
     # Every row came, once and in order.
-    bases = [m.features.base for m in late.sent if isinstance(m, Observe)]
-    lengths = [len(m.tokens) for m in late.sent if isinstance(m, Observe)]
+    read = [m.observe if isinstance(m, Draft) else m for m in late.sent]
+    observes = [m for m in read if isinstance(m, Observe)]
+    bases, lengths = [m.features.base for m in observes], [len(m.tokens) for m in observes]
     assert bases == [sum(lengths[:i]) for i in range(len(bases))]
 
 

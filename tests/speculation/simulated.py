@@ -128,6 +128,7 @@ class SimulatedDrafter:
     def __init__(self, target: SimulatedTarget, rng: np.random.Generator, prompt: tuple[int, ...]) -> None:
         self._target, self._rng = target, rng
         self._known = [prompt[0]]
+        self._waiting: Draft | None = None
         self.opened = False
 
     def receive(self, message: OpenDraft | Observe | Draft) -> list[Drafted | NeedFeatures]:
@@ -142,6 +143,11 @@ class SimulatedDrafter:
             self._known += message.tokens
             expected = true_rows(self._known, start, start + len(message.tokens))
             np.testing.assert_array_equal(message.features.rows[0], expected.rows[0])
+            waiting, self._waiting = self._waiting, None
+            return self.receive(waiting) if waiting else []
+        if message.base_len > len(self._known):  # rows that are on another stream
+            assert self._waiting is None
+            self._waiting = message
             return []
         assert message.base_len == len(self._known)
         if self._rng.random() < 0.01:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from services.speculation.errors import Reason
-from services.speculation.feed import HELD_ROWS, Feed
+from services.speculation.feed import HELD_ROWS, SOON_ROWS, Feed
 from services.speculation.growth import Budget
 from services.speculation.messages import (
     Attach,
@@ -97,6 +97,7 @@ def run(state, *names):
 
 
 PLAIN = replace(START, feed=None)
+LONG = replace(START, feed=replace(START.feed, history_end=SOON_ROWS + 1))
 STATES = {
     "prefilling": START,
     "prefilling, plain": PLAIN,
@@ -105,7 +106,7 @@ STATES = {
     "verifying one node while a draft is late": run(START, "history", "prefilled", "draft late"),
     "verifying a tree of a lost drafter": run(START, "history", "prefilled", "drafted", "drafter lost"),
     "verifying one node": run(PLAIN, "prefilled"),
-    "verifying one node before the history is there": run(START, "prefilled"),
+    "verifying one node before a long history is there": run(LONG, "prefilled"),
     "verifying one node while a drafter joins": run(PLAIN, "prefilled", "drafter joins"),
 }
 
@@ -123,7 +124,7 @@ RESYNCS = ("verifying", [ReopenDrafter])
 EXPECTED = {
     "prefilling": {
         "start": ("prefilling", [ToVerifierEffect, ToDrafterEffect]),
-        "prefilled": ("verifying", [ToVerifierEffect, Emit]),
+        "prefilled": ("drafting", [ToDrafterEffect, Emit]),
         "history": ("prefilling", [ToDrafterEffect]),
         "drafter lost": ("prefilling", [DropDrafter]),
         "drafter behind": ("prefilling", [ReopenDrafter]),
@@ -172,7 +173,7 @@ EXPECTED = {
         "drafter joins": ("verifying", []),
         **ENDS,
     },
-    "verifying one node before the history is there": {
+    "verifying one node before a long history is there": {
         **ENDS,
         "history": ("verifying", [ToDrafterEffect]),
         "verdict": ("verifying", [ToVerifierEffect, Emit]),
@@ -329,14 +330,28 @@ def next_verdict(state, *tokens):
 
 def test_rows_of_verdicts_wait_for_the_history():
     """The drafter reads its rows in order, whatever order the two streams deliver."""
-    state = run(START, "prefilled")
+    state = run(replace(START, feed=replace(START.feed, number=3)), "prefilled")
     state, effects = apply(state, next_verdict(state, 60))
     assert not sent(effects, Observe)
-    state, effects = apply(state, EVENTS["history"])
+    state, effects = apply(state, EVENTS["history of another attachment"])
     assert [(o.features.base, o.tokens) for o in sent(effects, Observe)] == [(0, (8, 9, 50)), (3, (60,))]
     _, effects = apply(state, next_verdict(state, 61))
     assert [o.features.base for o in sent(effects, Observe)] == [4]
     assert [d.base_len for d in sent(effects, Draft)] == [6]
+
+
+def test_the_first_draft_does_not_wait_for_a_short_history_that_is_on_its_way():
+    """The drafter does: so no round is lost, whichever stream is quicker."""
+    state, effects = apply(START, EVENTS["prefilled"])
+    assert [d.base_len for d in sent(effects, Draft)] == [4]
+    state, effects = apply(state, EVENTS["history"])
+    assert [o.features.base for o in sent(effects, Observe)] == [0]
+    state, effects = apply(state, drafted())
+    assert len(sent(effects, Verify)[0].tree) == 4
+    # When it comes too late after all, rows are held as ever.
+    late = run(START, "prefilled", "draft late")
+    late, effects = apply(late, next_verdict(late, 60))
+    assert not sent(effects, Observe | Draft)
 
 
 def test_a_drafter_is_sent_its_own_taps():

@@ -112,6 +112,7 @@ def test_answers_of_the_verifier(message):
         Observe("s", 1, ROWS, (4, 5)),
         Draft("s", 1, 2, 3, Budget(64, 8, 10)),
         Draft("s", 1, 2, 3, Budget(12, 6, 3, -1.5)),
+        Draft("s", 1, 2, 3, Budget(12, 6, 3), Observe("s", 1, ROWS, (4, 5))),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from aerie.types.v1 import types_pb2 as aerie_dot_types_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x61\x65rie/drafter/v1/drafter.proto\x12\x10\x61\x65rie.drafter.v1\x1a\x1a\x61\x65rie/types/v1/types.proto\"\xac\x01\n\x0eSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.aerie.drafter.v1.OpenH\x00\x12,\n\x07observe\x18\x03 \x01(\x0b\x32\x19.aerie.drafter.v1.ObserveH\x00\x12(\n\x05\x64raft\x18\x04 \x01(\x0b\x32\x17.aerie.drafter.v1.DraftH\x00\x42\t\n\x07message\"M\n\x04Open\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12(\n\x07sampler\x18\x02 \x01(\x0b\x32\x17.aerie.types.v1.Sampler\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"T\n\x07Observe\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12*\n\x08\x66\x65\x61tures\x18\x02 \x01(\x0b\x32\x18.aerie.types.v1.Features\x12\x0e\n\x06tokens\x18\x03 \x03(\r\"T\n\x05\x44raft\x12#\n\x02id\x18\x01 \x01(\x0b\x32\x17.aerie.types.v1.RoundId\x12&\n\x06\x62udget\x18\x02 \x01(\x0b\x32\x16.aerie.types.v1.Budget\"\xc3\x01\n\x0fSessionResponse\x12\x0f\n\x07session\x18\x01 \x01(\t\x12,\n\x07\x64rafted\x18\x02 \x01(\x0b\x32\x19.aerie.drafter.v1.DraftedH\x00\x12\x37\n\rneed_features\x18\x03 \x01(\x0b\x32\x1e.aerie.drafter.v1.NeedFeaturesH\x00\x12-\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1c.aerie.types.v1.SessionErrorH\x00\x42\t\n\x07message\"\x7f\n\x07\x44rafted\x12#\n\x02id\x18\x01 \x01(\x0b\x32\x17.aerie.types.v1.RoundId\x12\'\n\x04tree\x18\x02 \x01(\x0b\x32\x19.aerie.types.v1.DraftTree\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\"Z\n\x0cNeedFeatures\x12#\n\x02id\x18\x01 \x01(\x0b\x32\x17.aerie.types.v1.RoundId\x12%\n\x06ranges\x18\x02 \x03(\x0b\x32\x15.aerie.types.v1.Range\"\x10\n\x0eGetInfoRequest\"\xc7\x01\n\x0fGetInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12!\n\x04taps\x18\x03 \x03(\x0b\x32\x13.aerie.types.v1.Tap\x12\x1f\n\x12target_fingerprint\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nparameters\x18\x05 \x01(\x04\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x15\n\rdraft_seconds\x18\x07 \x01(\x01\x42\x15\n\x13_target_fingerprint2\xb4\x01\n\x0e\x44rafterService\x12R\n\x07Session\x12 .aerie.drafter.v1.SessionRequest\x1a!.aerie.drafter.v1.SessionResponse(\x01\x30\x01\x12N\n\x07GetInfo\x12 .aerie.drafter.v1.GetInfoRequest\x1a!.aerie.drafter.v1.GetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x61\x65rie/drafter/v1/drafter.proto\x12\x10\x61\x65rie.drafter.v1\x1a\x1a\x61\x65rie/types/v1/types.proto\"\xac\x01\n\x0eSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.aerie.drafter.v1.OpenH\x00\x12,\n\x07observe\x18\x03 \x01(\x0b\x32\x19.aerie.drafter.v1.ObserveH\x00\x12(\n\x05\x64raft\x18\x04 \x01(\x0b\x32\x17.aerie.drafter.v1.DraftH\x00\x42\t\n\x07message\"M\n\x04Open\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12(\n\x07sampler\x18\x02 \x01(\x0b\x32\x17.aerie.types.v1.Sampler\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"T\n\x07Observe\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12*\n\x08\x66\x65\x61tures\x18\x02 \x01(\x0b\x32\x18.aerie.types.v1.Features\x12\x0e\n\x06tokens\x18\x03 \x03(\r\"\x80\x01\n\x05\x44raft\x12#\n\x02id\x18\x01 \x01(\x0b\x32\x17.aerie.types.v1.RoundId\x12&\n\x06\x62udget\x18\x02 \x01(\x0b\x32\x16.aerie.types.v1.Budget\x12*\n\x07observe\x18\x03 \x01(\x0b\x32\x19.aerie.drafter.v1.Observe\"\xc3\x01\n\x0fSessionResponse\x12\x0f\n\x07session\x18\x01 \x01(\t\x12,\n\x07\x64rafted\x18\x02 \x01(\x0b\x32\x19.aerie.drafter.v1.DraftedH\x00\x12\x37\n\rneed_features\x18\x03 \x01(\x0b\x32\x1e.aerie.drafter.v1.NeedFeaturesH\x00\x12-\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1c.aerie.types.v1.SessionErrorH\x00\x42\t\n\x07message\"\x7f\n\x07\x44rafted\x12#\n\x02id\x18\x01 \x01(\x0b\x32\x17.aerie.types.v1.RoundId\x12\'\n\x04tree\x18\x02 \x01(\x0b\x32\x19.aerie.types.v1.DraftTree\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\"Z\n\x0cNeedFeatures\x12#\n\x02id\x18\x01 \x01(\x0b\x32\x17.aerie.types.v1.RoundId\x12%\n\x06ranges\x18\x02 \x03(\x0b\x32\x15.aerie.types.v1.Range\"\x10\n\x0eGetInfoRequest\"\xc7\x01\n\x0fGetInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12!\n\x04taps\x18\x03 \x03(\x0b\x32\x13.aerie.types.v1.Tap\x12\x1f\n\x12target_fingerprint\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nparameters\x18\x05 \x01(\x04\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x15\n\rdraft_seconds\x18\x07 \x01(\x01\x42\x15\n\x13_target_fingerprint2\xb4\x01\n\x0e\x44rafterService\x12R\n\x07Session\x12 .aerie.drafter.v1.SessionRequest\x1a!.aerie.drafter.v1.SessionResponse(\x01\x30\x01\x12N\n\x07GetInfo\x12 .aerie.drafter.v1.GetInfoRequest\x1a!.aerie.drafter.v1.GetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,18 +38,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPEN']._serialized_end=332
   _globals['_OBSERVE']._serialized_start=334
   _globals['_OBSERVE']._serialized_end=418
-  _globals['_DRAFT']._serialized_start=420
-  _globals['_DRAFT']._serialized_end=504
-  _globals['_SESSIONRESPONSE']._serialized_start=507
-  _globals['_SESSIONRESPONSE']._serialized_end=702
-  _globals['_DRAFTED']._serialized_start=704
-  _globals['_DRAFTED']._serialized_end=831
-  _globals['_NEEDFEATURES']._serialized_start=833
-  _globals['_NEEDFEATURES']._serialized_end=923
-  _globals['_GETINFOREQUEST']._serialized_start=925
-  _globals['_GETINFOREQUEST']._serialized_end=941
-  _globals['_GETINFORESPONSE']._serialized_start=944
-  _globals['_GETINFORESPONSE']._serialized_end=1143
-  _globals['_DRAFTERSERVICE']._serialized_start=1146
-  _globals['_DRAFTERSERVICE']._serialized_end=1326
+  _globals['_DRAFT']._serialized_start=421
+  _globals['_DRAFT']._serialized_end=549
+  _globals['_SESSIONRESPONSE']._serialized_start=552
+  _globals['_SESSIONRESPONSE']._serialized_end=747
+  _globals['_DRAFTED']._serialized_start=749
+  _globals['_DRAFTED']._serialized_end=876
+  _globals['_NEEDFEATURES']._serialized_start=878
+  _globals['_NEEDFEATURES']._serialized_end=968
+  _globals['_GETINFOREQUEST']._serialized_start=970
+  _globals['_GETINFOREQUEST']._serialized_end=986
+  _globals['_GETINFORESPONSE']._serialized_start=989
+  _globals['_GETINFORESPONSE']._serialized_end=1188
+  _globals['_DRAFTERSERVICE']._serialized_start=1191
+  _globals['_DRAFTERSERVICE']._serialized_end=1371
 # @@protoc_insertion_point(module_scope)

@@ -115,19 +115,25 @@ class Draft(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    OBSERVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def id(self) -> _types_pb2.RoundId: ...
     @_builtins.property
     def budget(self) -> _types_pb2.Budget: ...
+    @_builtins.property
+    def observe(self) -> Global___Observe:
+        """The newest rows, read before the tree is grown."""
+
     def __init__(
         self,
         *,
         id: _types_pb2.RoundId | None = ...,
         budget: _types_pb2.Budget | None = ...,
+        observe: Global___Observe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "id", b"id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "id", b"id", "observe", b"observe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "id", b"id", "observe", b"observe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
