@@ -91,7 +91,8 @@ async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.T
         print(line, flush=True)
     failure = asyncio.create_task(_fatal(process), name="watch over the process")
     await asyncio.wait((told, failure), return_when=asyncio.FIRST_COMPLETED)
-    if failure.done():
+    failed = failure.done()
+    if failed:
         log.error("this process can serve no longer: %s", failure.result())
     failure.cancel()
     # In this order: nobody is sent here any more, nothing new begins, what runs finishes.
@@ -99,10 +100,10 @@ async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.T
     process.gate.close()
     if membership:
         await membership.stop()
-    await _drain(process, 0.0 if failure.done() else options.drain)
+    await _drain(process, 0.0 if failed else options.drain)
     await readiness.stop()
     await server.stop(0.5)
-    return 0 if told.done() else 1
+    return 1 if failed else 0
 
 
 async def _drain(process: Process, seconds: float) -> None:
