@@ -19,7 +19,7 @@ from services.wire.orchestrator import DoneMessage, read_drafters
 from tests.processes import Services
 
 PROMPT = tuple(range(5, 25))
-LONG = 900
+LONG = 500
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.3}
 
 
