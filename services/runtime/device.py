@@ -7,6 +7,7 @@ thread. Only evaluated bytes, ints and NumPy arrays leave it.
 import asyncio
 import heapq
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from enum import IntEnum
 from functools import cache
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALL_SECONDS = 1.5
@@ -88,6 +90,8 @@ class DeviceThread:
     def _run(self) -> None:
         try:
             self._run_jobs()
+        except BaseException:
+            log.critical("the device thread has died", exc_info=True)
         finally:
             with self._wake:
                 self._dead = True

@@ -151,7 +151,6 @@ def test_a_job_that_takes_long_is_a_stall_until_it_ends(device):
     assert device.stalled(limit=0.0) is None
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_thread_keeps_nobody_waiting():
     """No job can kill it: a queue that is damaged does."""
     device = DeviceThread()

@@ -80,7 +80,6 @@ def test_watch_streams_every_change(tmp_path):
     play(scenario, {"check": lambda: why[0] if why else None}, tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_readiness_follows_the_device_thread_within_two_seconds(tmp_path):
     """Stuck, then free again, then dead."""
     device, gate = DeviceThread(), threading.Event()
