@@ -12,6 +12,7 @@ from services.orchestrator.pace import DraftPace
 from services.runtime.actor import Actor
 from services.runtime.bus import Bus
 from services.runtime.registry import HEARTBEAT_SECONDS, Entry, Registry
+from services.speculation.errors import AerieError
 from services.speculation.messages import DrafterInfo, DrafterStatus, TargetInfo
 from services.speculation.ports import DrafterPort
 
@@ -161,7 +162,7 @@ class Directory(Actor[Refresh | Gone]):
             else:
                 known.missed += 1
             return
-        except ConnectionError as error:
+        except (ConnectionError, AerieError) as error:
             self._refuse(entry.name, str(error))
             return
         if why := why_unfit(status.info, self._target):

@@ -197,10 +197,17 @@ async def _pump_history(
 
 
 async def _asked(call: Any) -> Any:
-    """The answer of a unary call. Raises ConnectionError: There is none."""
+    """The answer of a unary call.
+
+    Raises:
+        ConnectionError: There is none.
+        AerieError: UNAUTHENTICATED, our key is not the service's.
+    """
     try:
         return await call
     except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:  # waiting would not help
+            raise AerieError(Reason.UNAUTHENTICATED, f"the service refuses us: {_describe(error)}") from None
         raise ConnectionError(_describe(error)) from None
 
 

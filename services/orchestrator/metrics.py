@@ -24,7 +24,10 @@ class RoundMetrics:
         model, names = orchestrator.info.name, ["model_name"]
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, [*names, *labels], registry=registry)
+            made = Counter(name, text, [*names, *labels], registry=registry)
+            if not labels:
+                made.labels(model)  # a rate needs its zero
+            return made
 
         def histogram(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(name, text, [*names, *labels], registry=registry, buckets=_SECONDS)

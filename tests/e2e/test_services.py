@@ -145,7 +145,7 @@ def test_a_client_that_leaves_frees_every_tier(three):
         ({"drafter": "hass"}, Reason.DRAFTER_UNAVAILABLE),
         ({"max_tokens": 0}, Reason.INVALID_ARGUMENT),
         ({"temperature": -1.0}, Reason.INVALID_ARGUMENT),
-        ({"nodes": 1000}, Reason.INVALID_ARGUMENT),
+        ({"tree_nodes": 1000}, Reason.INVALID_ARGUMENT),
         ({"stop": ("",)}, Reason.INVALID_ARGUMENT),
     ],
 )

@@ -9,6 +9,7 @@ from services.orchestrator.metrics import RoundMetrics
 from services.orchestrator.service import Orchestrator
 from services.runtime.actor import Actor
 from services.runtime.device import device_thread
+from services.speculation.errors import AerieError
 
 DEPENDENCY_SECONDS = 0.5
 """How often a service that is needed is asked whether it is ready."""
@@ -58,7 +59,7 @@ def watch_dependency(process: Process, name: str, ask: Callable[[], Awaitable[No
                 state[0] = None
             except TimeoutError:
                 state[0] = "it does not answer"
-            except ConnectionError as error:
+            except (ConnectionError, AerieError) as error:
                 state[0] = str(error)
             await asyncio.sleep(DEPENDENCY_SECONDS)
 
