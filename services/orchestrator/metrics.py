@@ -1,12 +1,16 @@
 """What rounds and sessions count for Prometheus, under vLLM's names where there are such: a consumer of events."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.orchestrator.service import Orchestrator
+from services.runtime.actor import log_incident
 from services.runtime.bus import BusEvent, Subscription
+
+log = logging.getLogger(__name__)
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PARTS = ("draft", "verify", "network", "queue")
@@ -62,7 +66,10 @@ class RoundMetrics:
     async def consume(self, events: Subscription) -> None:
         """Count what comes, until cancelled."""
         async for event in events:
-            self.count(event)
+            try:
+                self.count(event)
+            except Exception as error:  # one event that cannot be counted must not end all counting
+                log_incident(log, f"a {event.topic} event was not counted", error)
 
     def count(self, event: BusEvent) -> None:
         """One event; those of other kinds count for nothing."""
@@ -74,7 +81,8 @@ class RoundMetrics:
                 self._prompt.labels(self._model).inc(data["prompt_tokens"])
             case "session.finished":
                 self._generated.labels(self._model).inc(data["completion_tokens"])
-                self._finished.labels(self._model, data["reason"]).inc()
+                reason = "abort" if data["reason"] == "cancelled" else data["reason"]  # vLLM's word
+                self._finished.labels(self._model, reason).inc()
                 self._whole.labels(self._model).observe(data["seconds"])
                 if data["first_token_seconds"] is not None:
                     self._first.labels(self._model).observe(data["first_token_seconds"])

@@ -182,7 +182,7 @@ class VerifierHost(Actor[FromClient | Closed]):
             self.budget.release(lease)
             raise
         self.sessions[request.session] = session
-        self.bus.publish("session.opened", session=request.session, tokens=len(request.tokens))
+        self.bus.publish("lease.opened", session=request.session, tokens=len(request.tokens))
         self._queue(Work.of(session))
 
     def _session(self, name: str, reply: Reply) -> VerifierSession:
@@ -219,7 +219,7 @@ class VerifierHost(Actor[FromClient | Closed]):
         del self.sessions[name]
         session.closed = True
         self.budget.release(session.lease)
-        self.bus.publish("session.closed", session=name, tokens=len(session.tokens))
+        self.bus.publish("lease.closed", session=name, tokens=len(session.tokens))
 
     def _queue(self, work: Work) -> None:
         self._ready.append(work)

@@ -127,7 +127,7 @@ def test_a_deadline_holds_for_all_tries_together(tmp_path):
     service = Scripted([later(0.1)], [hang])
     play(tmp_path, service, refused(Reason.DEADLINE_EXCEEDED, deadline=0.6))
     first, second = service.remaining
-    assert 0.4 < first <= 0.6
+    assert 0.4 < first < 0.65  # the header that carries it is rounded up
     assert second < first - 0.1
     assert service.cancelled == 1
 

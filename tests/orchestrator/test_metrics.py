@@ -1,5 +1,6 @@
 """Events in, Prometheus' text out; the figures are worked out by hand."""
 
+import asyncio
 import urllib.request
 from types import SimpleNamespace
 
@@ -80,6 +81,9 @@ def test_sessions_and_drafters_count(metrics):
     rounds.count(
         BusEvent("session.finished", {**ended, "reason": "error", "first_token_seconds": None, "seconds": 1.0})
     )
+    rounds.count(
+        BusEvent("session.finished", {**ended, "reason": "cancelled", "first_token_seconds": None, "seconds": 1.0})
+    )
     rounds.count(BusEvent("session.refused", {"reason": "RESOURCE_EXHAUSTED"}))
     rounds.count(BusEvent("drafter.lost", {"drafter": "d", "session": "s", "message": "gone"}))
     rounds.count(BusEvent("drafter.attached", {"drafter": "e", "session": "s"}))
@@ -87,17 +91,35 @@ def test_sessions_and_drafters_count(metrics):
     rounds.count(BusEvent("something.else", {}))
     found = values(process)
     assert found["vllm:prompt_tokens_total"] == 20
-    assert found["vllm:generation_tokens_total"] == 66
+    assert found["vllm:generation_tokens_total"] == 99
     assert found["vllm:request_success_total{finished_reason=stop}"] == 1
     assert found["vllm:request_success_total{finished_reason=error}"] == 1
+    assert found["vllm:request_success_total{finished_reason=abort}"] == 1
     assert found["vllm:time_to_first_token_seconds_sum"] == 0.25
     assert found["vllm:time_to_first_token_seconds_count"] == 1
-    assert found["vllm:e2e_request_latency_seconds_sum"] == 3.0
+    assert found["vllm:e2e_request_latency_seconds_sum"] == 4.0
     assert found["aerie_requests_refused_total{reason=RESOURCE_EXHAUSTED}"] == 1
     assert found["aerie_drafters_lost_total{drafter=d}"] == 1
     assert (found["aerie_drafters_attached_total"], found["aerie_drafter_resyncs_total"]) == (1, 1)
     assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (3, 1)
     assert found["aerie_drafters"] == 2
+
+
+def test_an_event_that_cannot_be_counted_does_not_end_the_counting(metrics, caplog):
+    process, rounds = metrics
+
+    async def run():
+        bus = MemoryBus()
+        events = bus.subscribe()
+        counting = asyncio.create_task(rounds.consume(events))
+        bus.publish("session.opened", session="of another kind")
+        bus.publish("round.committed", **ROUND)
+        while values(process)["aerie_rounds_total"] == 0:
+            await asyncio.sleep(0.01)
+        counting.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+    assert "a session.opened event was not counted, incident" in caplog.text
 
 
 def test_gauges_are_read_when_asked_over_http(metrics):

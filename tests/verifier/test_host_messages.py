@@ -247,7 +247,7 @@ def test_stream_that_ends_while_its_batch_runs_gets_nothing_more(tiny: Tiny, mon
 def test_lifecycle_is_published(tiny: Tiny):
     async def play():
         bus = MemoryBus()
-        events = bus.subscribe("session.")
+        events = bus.subscribe("lease.")
         async with hosting(tiny.target, bus=bus) as host:
             client = Client(host)
             await client.open(PROMPT)
@@ -257,8 +257,8 @@ def test_lifecycle_is_published(tiny: Tiny):
             await client_gone(host)
         seen = [events.get_nowait() for _ in range(3)]
         assert [(event.topic, dict(event.data)) for event in seen if event] == [
-            ("session.opened", {"session": "s", "tokens": len(PROMPT)}),
-            ("session.closed", {"session": "s", "tokens": len(PROMPT) + 2}),
+            ("lease.opened", {"session": "s", "tokens": len(PROMPT)}),
+            ("lease.closed", {"session": "s", "tokens": len(PROMPT) + 2}),
         ]
 
     run(play())
