@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from structlog.contextvars import bound_contextvars
 
@@ -142,7 +142,7 @@ class Generation(Actor[Mail]):
         self._ends_at = ends_at
         self._bus = bus
         self._stats = Stats(prompt_tokens=state.open.prompt_len)
-        self._clock = RoundClock(state.open.session, bus)
+        self._clock = RoundClock(state.open.session)
         self._out: asyncio.Queue[Chunk | Done | AerieError] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -217,17 +217,20 @@ class Generation(Actor[Mail]):
     async def _feed(self, event: Event) -> None:
         before = self._state
         self._state, effects = apply(before, event)
-        if self._state is not before:  # messages of other rounds, or after the end, count for nothing
-            self._count(event, before)
+        # Messages of other rounds, or after the end, count for nothing.
+        committed = self._count(event, before) if self._state is not before else None
         for effect in effects:
             await self._perform(effect)
+        if committed:
+            self._bus.publish("round.committed", **committed)
         if isinstance(event, History):
             if self._link:
                 self._link.acknowledge(event.features.nbytes)
             else:
                 self._verifier.acknowledge(event.features.nbytes)
 
-    def _count(self, event: Event, before: State) -> None:
+    def _count(self, event: Event, before: State) -> dict[str, Any] | None:
+        """Keep the statistics; returns the summary of the round that has ended."""
         match event:
             case Prefilled():
                 self._stats.on_prefilled(event)
@@ -240,7 +243,8 @@ class Generation(Actor[Mail]):
             case Verdict():
                 self._stats.on_verdict(event, self._clock.verify_wait)
                 self._stats.fallback_rounds += self._clock.attached and not self._clock.drafted
-                self._clock.on_verdict(event)
+                return self._clock.on_verdict(event)
+        return None
 
     async def _read_verifier(self) -> None:
         """Bring what the verifier sends to the mailbox, and its end, however it comes."""
@@ -328,6 +332,7 @@ class Generation(Actor[Mail]):
             self.post(mail)
 
     async def _emit(self, emit: Emit) -> None:
+        await asyncio.sleep(0)  # what was given to the drafter's line goes out first: text can wait
         delta = self._text.push(emit.tokens)
         kept = len(emit.tokens) if delta.stopped_at is None else delta.stopped_at + 1
         self._out.put_nowait(Chunk(delta.text, emit.tokens[:kept], emit.depths[:kept], emit.log_probs[:kept]))

@@ -1,13 +1,13 @@
-"""Where the time of one round went, published as ``round.committed``."""
+"""Where the time of one round went: the data of ``round.committed``."""
 
 import time
+from typing import Any
 
-from services.runtime.bus import Bus
 from services.speculation.messages import Drafted, Verdict, Verify
 
 
 class RoundClock:
-    """One session's clock: told of each step, it publishes every round.
+    """One session's clock: told of each step, it sums up every round.
 
     Attributes:
         attached: A drafter was attached when the round was verified.
@@ -15,9 +15,8 @@ class RoundClock:
         late: The round's draft has not come in time.
     """
 
-    def __init__(self, session: str, bus: Bus) -> None:
+    def __init__(self, session: str) -> None:
         self._session = session
-        self._bus = bus
         self._began = time.perf_counter()
         self._sent = self._began
         self._nodes = 1
@@ -41,27 +40,28 @@ class RoundClock:
     def on_verify(self, message: Verify, attached: bool) -> None:
         self._sent, self._nodes, self.attached = time.perf_counter(), len(message.tree), attached
 
-    def on_verdict(self, message: Verdict) -> None:
+    def on_verdict(self, message: Verdict) -> dict[str, Any]:
+        """The round's summary; the next one begins."""
         self._add(message.seconds, message.queue_seconds, self.verify_wait)
         now = time.perf_counter()
-        self._bus.publish(
-            "round.committed",
-            session=self._session,
-            round=message.round,
-            tokens=len(message.tokens),
-            nodes=self._nodes,
-            accepted=len(message.tokens) - 1,
-            draft_seconds=self._draft,
-            verify_seconds=message.seconds,
-            network_seconds=self._network,
-            queue_seconds=self._queue,
-            round_seconds=now - self._began,
-            drafted=self.drafted,
-            attached=self.attached,
-            late=self.late,
-        )
+        summary = {
+            "session": self._session,
+            "round": message.round,
+            "tokens": len(message.tokens),
+            "nodes": self._nodes,
+            "accepted": len(message.tokens) - 1,
+            "draft_seconds": self._draft,
+            "verify_seconds": message.seconds,
+            "network_seconds": self._network,
+            "queue_seconds": self._queue,
+            "round_seconds": now - self._began,
+            "drafted": self.drafted,
+            "attached": self.attached,
+            "late": self.late,
+        }
         self._began = now
         self._begin()
+        return summary
 
     def _add(self, seconds: float, queued: float, wait: float) -> None:
         self._queue += queued

@@ -78,9 +78,37 @@ print(_blas.set_threads(1))
     assert python(code) == (["True", "True"], "")
 
 
+# Prints the right product before and after, and whether the idle worker sleeps soon after the last product.
+TURNS = """
+import kernels, time, numpy as np, mlx.core as mx
+from kernels import _blas
+def product():
+    a, b = np.random.default_rng(0).normal(0, 1, (2, 512, 512)).astype(np.float32)
+    found = mx.array(a) @ mx.array(b)
+    mx.eval(found)
+    exact = np.einsum("ij,jk->ik", a.astype(np.float64), b)  # not through the BLAS that NumPy brings: it spins, too
+    return bool(np.abs(np.array(found, np.float64) - exact).max() < 1e-3)
+def spun():
+    product()
+    used = time.process_time()
+    time.sleep(0.2)
+    return time.process_time() - used
+_blas.set_threads(2)
+print(product())
+spinning = spun()
+print(_blas.yield_cores(), product(), spun() < max(spinning / 2, 0.004))
+"""
+
+
+def test_idle_threads_that_yield_cores_sleep_soon(shipped):
+    """Counted in CPU time: a sleeping thread uses none, whatever else runs on the machine."""
+    assert python(TURNS, OPENBLAS_NUM_THREADS="2") == (["True", "True", "True", "True"], "")
+
+
 def test_off_loads_nothing():
     assert python("import kernels" + REPORT, AERIE_BLAS="off") == (["None", "None", "False"], "")
-    assert python("from kernels import _blas; print(_blas.set_threads(1))", AERIE_BLAS="off") == (["False"], "")
+    calls = "from kernels import _blas; print(_blas.set_threads(1), _blas.yield_cores())"
+    assert python(calls, AERIE_BLAS="off") == (["False", "False"], "")
 
 
 def test_a_named_library_is_the_one_that_is_loaded(shipped):

@@ -112,7 +112,8 @@ def test_a_drafter_that_hangs_is_given_up_and_another_takes_over():
     assert done.stats.late_rounds == 1
     assert done.stats.fallback_rounds >= 2
     assert done.stats.drafted_rounds > 8
-    assert [m.number for m in verifier.sent if isinstance(m, Attach)] == [1]
+    # A round may begin between the loss and the other one's coming: then nobody's taps are attached meanwhile.
+    assert [bool(m.taps) for m in verifier.sent if isinstance(m, Attach)] in ([True], [False, True])
 
 
 def test_a_late_draft_costs_rounds_and_not_the_drafter():

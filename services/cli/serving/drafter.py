@@ -20,7 +20,7 @@ from services.speculation.errors import AerieError, Reason
 
 def serve_drafter(options: argparse.Namespace) -> int:
     """Load a drafter, with the target's shared weights from its verifier, and serve it."""
-    set_threads(options)
+    set_threads(options, takes_turns=True)
     return run_process("drafter", options, _start)
 
 

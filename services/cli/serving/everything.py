@@ -23,7 +23,7 @@ from services.verifier import servicer as verifier_service
 
 def serve_all(options: argparse.Namespace) -> int:
     """Load target and drafter and serve them together."""
-    set_threads(options)
+    set_threads(options, takes_turns=False)
     return run_process("all", options, _start)
 
 

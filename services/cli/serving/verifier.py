@@ -16,7 +16,7 @@ from services.verifier.servicer import NAME, VerifierServicer
 
 def serve_verifier(options: argparse.Namespace) -> int:
     """Load the target and serve it."""
-    set_threads(options)
+    set_threads(options, takes_turns=True)
     return run_process("verifier", options, _start)
 
 
