@@ -25,7 +25,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="aerie", description="Lossless speculative decoding with EAGLE-3 on MLX, in one process or as services.")
+    what = "Lossless speculative decoding with EAGLE-3 on MLX, in one process or as services."
+    parser = _Parser(prog="aerie", description=what)
     parser.add_argument("--version", action="version", version=f"aerie {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
