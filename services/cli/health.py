@@ -8,7 +8,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from services.cli.dialling import security_of
 from services.cli.report import UsageError, printable
+from services.runtime.security import ChannelSecurity
 
 PROCESS = "(process)"
 """How the empty name is shown, which stands for the whole process."""
@@ -26,7 +28,8 @@ def health(options: argparse.Namespace) -> int:
         _check_address(address)
     if not options.timeout > 0:
         raise UsageError("--timeout must be more than 0 seconds")
-    answers = asyncio.run(_ask_all(options.addresses, options.timeout))
+    security = security_of(options)
+    answers = asyncio.run(_ask_all(options.addresses, options.timeout, security))
     for address, states in zip(options.addresses, answers, strict=True):
         for name, state in states:
             print(*filter(None, (address, name, state)))
@@ -43,14 +46,14 @@ def _check_address(address: str) -> None:
         raise UsageError(f"{address!r} is no address: host:port or unix:PATH")
 
 
-async def _ask_all(addresses: Sequence[str], timeout: float) -> list[list[tuple[str, str]]]:
-    return await asyncio.gather(*(_ask(address, timeout) for address in addresses))
+async def _ask_all(addresses: Sequence[str], timeout: float, security: ChannelSecurity) -> list[list[tuple[str, str]]]:
+    return await asyncio.gather(*(_ask(address, timeout, security) for address in addresses))
 
 
-async def _ask(address: str, timeout: float) -> list[tuple[str, str]]:
+async def _ask(address: str, timeout: float, security: ChannelSecurity) -> list[tuple[str, str]]:
     """Names and states of what serves there, or one state of no name."""
     try:
-        async with asyncio.timeout(timeout), grpc.aio.insecure_channel(address) as channel:
+        async with asyncio.timeout(timeout), security.open(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             names = ("", *await _names(channel))
             states = await asyncio.gather(*(_state(stub, name) for name in names))

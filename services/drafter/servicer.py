@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 from aerie.drafter.v1 import drafter_pb2 as pb
 from aerie.drafter.v1 import drafter_pb2_grpc
 
@@ -11,6 +10,7 @@ from services.drafter.host import Closed, DrafterHost, FromClient
 from services.runtime.actor import ActorStopped
 from services.runtime.bridge import Bridge
 from services.runtime.gate import Gate
+from services.speculation.errors import AerieError, Reason
 from services.wire import drafter as wire
 
 NAME = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
@@ -35,7 +35,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 async for response in _BRIDGE.run(self._host, request_iterator):
                     yield response
             except ActorStopped as error:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+                raise AerieError(Reason.SERVICE_UNAVAILABLE, str(error)) from None
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         return wire.write_status(self._host.status)

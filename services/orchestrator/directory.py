@@ -133,7 +133,8 @@ class Directory(Actor[Refresh | Gone]):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            self.post(Refresh())
+            if not self.waiting:  # a registry that hangs must not fill the mailbox
+                self.post(Refresh())
 
     async def _refresh(self) -> None:
         try:
@@ -200,6 +201,8 @@ def why_unfit(info: DrafterInfo, target: TargetInfo) -> str | None:
         return f"it was made for the target {info.target_fingerprint}, not {target.weights_fingerprint}"
     if not info.taps:
         return "it reads no tap"
+    if len(set(info.taps)) < len(info.taps):
+        return f"it reads a tap twice: {info.taps}"
     if wrong := [tap for tap in info.taps if tap != "final" and not 0 <= tap <= target.layers]:
         return f"it reads tap {wrong[0]}; the target has 0..{target.layers}"
     return None

@@ -47,6 +47,7 @@ class DrafterLink:
         self._outbox: deque[ToDrafter | int] = deque()
         self._filled = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
+        self._asked: Draft | None = None
         self._asked_at = 0.0
         self._answers = 0
         offer.sessions += 1
@@ -78,7 +79,7 @@ class DrafterLink:
         await self._stream.close()
 
     def _watch(self, draft: Draft) -> None:
-        self._asked_at = time.perf_counter()
+        self._asked, self._asked_at = draft, time.perf_counter()
         if self.offer.pace is None:
             return
         deadline = self.offer.pace.deadline
@@ -125,6 +126,9 @@ class DrafterLink:
             while True:
                 message = await self._stream.receive()
                 if isinstance(message, Drafted | NeedFeatures):
+                    if not _answers(message, self._asked):  # its clocks must go on: nobody else ends the wait
+                        self._post(DrafterLost("the drafter answered what it was not asked"))
+                        continue
                     self._answered()
                 self._post(_event_of(message))
         except ConnectionError as error:
@@ -134,6 +138,7 @@ class DrafterLink:
 
     def _answered(self) -> None:
         self._forget_draft()
+        self._asked = None
         self.draft_wait = time.perf_counter() - self._asked_at
         # The first answer of a session waited for its prompt to be read: that says nothing of the next ones.
         if self.offer.pace and self._answers:
@@ -143,6 +148,13 @@ class DrafterLink:
     def _lose(self, why: str) -> None:
         self.broken = True
         self._post(DrafterLost(why))
+
+
+def _answers(message: Drafted | NeedFeatures, draft: Draft | None) -> bool:
+    """A late answer is one, too: until then nothing else is asked."""
+    if draft is None:
+        return False
+    return (message.session, message.epoch, message.round) == (draft.session, draft.epoch, draft.round)
 
 
 def _event_of(message: object) -> Event:

@@ -119,6 +119,7 @@ class Generation(Actor[Mail]):
         text: Collects tokens into text.
         bus: Receives the session's events.
         ends_at: When its drafters' streams end, ``time.monotonic``; None is never.
+        arrived: When the request came, ``time.perf_counter``; None is now. It may have waited for its turn.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Generation(Actor[Mail]):
         text: TextStream,
         bus: Bus,
         ends_at: float | None = None,
+        arrived: float | None = None,
     ) -> None:
         super().__init__(f"session {state.open.session}")
         self._state = state
@@ -140,6 +142,7 @@ class Generation(Actor[Mail]):
         self._tried: set[Offer] = set()
         self._text = text
         self._ends_at = ends_at
+        self._arrived = time.perf_counter() if arrived is None else arrived
         self._bus = bus
         self._stats = Stats(prompt_tokens=state.open.prompt_len)
         self._clock = RoundClock(state.open.session)
@@ -234,8 +237,9 @@ class Generation(Actor[Mail]):
         match event:
             case Prefilled():
                 self._stats.on_prefilled(event)
+                self._clock.on_prefilled()
             case Drafted() if before.phase == "drafting" and self._state.feed and self._link:  # else its tree was none
-                self._stats.on_drafted(event, before.pending, self._link.draft_wait)
+                self._stats.on_drafted(event, self._link.draft_wait)
                 self._clock.on_drafted(event, self._link.draft_wait)
             case DraftLate():
                 self._stats.late_rounds += 1
@@ -358,6 +362,6 @@ class Generation(Actor[Mail]):
             reason=reason,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
-            first_token_seconds=stats.first_token - stats.started if stats.first_token else None,
-            seconds=now - stats.started,
+            first_token_seconds=stats.first_token - self._arrived if stats.first_token else None,
+            seconds=now - self._arrived,
         )

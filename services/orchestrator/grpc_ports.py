@@ -12,6 +12,7 @@ from aerie.verifier.v1 import verifier_pb2, verifier_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from numpy.typing import NDArray
 
+from services.runtime.actor import log_incident
 from services.runtime.bridge import MESSAGE_BYTES
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import (
@@ -36,6 +37,8 @@ VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 DRAFTER = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
 ASK_SECONDS = 5.0
 """Questions without an answer for so long get none."""
+FILE_SECONDS = 600.0
+"""A tokenizer or a tensor that has not come by then does not come."""
 
 
 class GrpcStream(Generic[Out, In]):
@@ -167,6 +170,8 @@ async def _pump_session(
             inbox.put_nowait(await session.receive())
     except ConnectionError as error:
         inbox.put_nowait(error)
+    except Exception as error:  # whoever waits must hear of it
+        inbox.put_nowait(ConnectionError(log_incident(log, "a stream failed", error)))
 
 
 async def _pump_history(
@@ -244,7 +249,9 @@ class GrpcVerifierPort:
 
     async def tokenizer(self) -> verifier_wire.TokenizerData:
         """Raises ConnectionError: The service is not there."""
-        return verifier_wire.read_tokenizer(await _asked(self._stub.GetTokenizer(verifier_pb2.GetTokenizerRequest())))
+        # Some tokenizers' files are larger than any message of a round: the bulk channel takes them.
+        call = self._bulk.GetTokenizer(verifier_pb2.GetTokenizerRequest(), timeout=FILE_SECONDS)
+        return verifier_wire.read_tokenizer(await _asked(call))
 
     async def tensor(self, name: str) -> NDArray[Any]:
         """A weight that drafters share with the target, as bits of bfloat16.
@@ -253,7 +260,8 @@ class GrpcVerifierPort:
             ConnectionError: The service is not there, or has no such tensor.
         """
         try:
-            chunks = [chunk async for chunk in self._bulk.GetTensors(verifier_pb2.GetTensorsRequest(names=[name]))]
+            call = self._bulk.GetTensors(verifier_pb2.GetTensorsRequest(names=[name]), timeout=FILE_SECONDS)
+            chunks = [chunk async for chunk in call]
         except grpc.RpcError as error:
             raise ConnectionError(_describe(error)) from None
         return verifier_wire.read_tensor_chunks(chunks)

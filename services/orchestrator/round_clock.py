@@ -32,6 +32,10 @@ class RoundClock:
         """Seconds since the tree was sent."""
         return time.perf_counter() - self._sent
 
+    def on_prefilled(self) -> None:
+        """The first round begins when the prompt has been read."""
+        self._began = time.perf_counter()
+
     def on_drafted(self, message: Drafted, wait: float) -> None:
         self.drafted = True
         self._draft = message.seconds

@@ -150,9 +150,9 @@ class Orchestrator:
             AerieError: For what is refused or fails.
         """
         self._check(request)
-        ends_at = None if seconds is None else time.monotonic() + seconds
+        ends_at, arrived = None if seconds is None else time.monotonic() + seconds, time.perf_counter()
         async with self._turn():
-            chunks = self._session(request, ends_at).chunks()
+            chunks = self._session(request, ends_at, arrived).chunks()
             try:
                 async for item in chunks:
                     yield item
@@ -163,6 +163,7 @@ class Orchestrator:
         try:
             request.check()
             request.tree.budget(self.info)
+            pick_drafter(self.directory, request.drafter)  # one that is named and not there is refused at once
         except AerieError as error:
             self._bus.publish("session.refused", reason=str(error.reason))
             raise
@@ -185,7 +186,7 @@ class Orchestrator:
             self.running -= 1
             self._turns.release()
 
-    def _session(self, request: Request, ends_at: float | None) -> Generation:
+    def _session(self, request: Request, ends_at: float | None, arrived: float) -> Generation:
         offer = self._pick(request.drafter)
         seed = secrets.randbits(64) if request.seed is None else request.seed
         opened = Open(
@@ -209,6 +210,7 @@ class Orchestrator:
             TextStream(self.tokenizer, request.stop),
             self._bus,
             ends_at,
+            arrived,
         )
 
     def _pick(self, wanted: str) -> Offer | None:

@@ -22,7 +22,6 @@ class Stats:
         fallback_rounds: Rounds of one node although a drafter was attached.
         late_rounds: Those of them whose draft came too late.
         accepted: Of each round, the drafts that were accepted.
-        wrong_roots: Trees that did not start from the pending token, and were not verified.
     """
 
     prompt_tokens: int
@@ -40,19 +39,17 @@ class Stats:
     fallback_rounds: int = 0
     late_rounds: int = 0
     accepted: list[int] = field(default_factory=list)
-    wrong_roots: int = 0
 
     def on_prefilled(self, message: Prefilled) -> None:
         self.first_token = self.last_token = time.perf_counter()
         self.prefill_seconds = message.seconds
         self.completion_tokens = 1
 
-    def on_drafted(self, message: Drafted, pending: int, wait: float) -> None:
-        """A tree that should start from the token ``pending``, ``wait`` seconds after it was asked for."""
+    def on_drafted(self, message: Drafted, wait: float) -> None:
+        """A tree, ``wait`` seconds after it was asked for."""
         self.draft_seconds += message.seconds
         self._on_answer(message.seconds, message.queue_seconds, wait)
         self.drafted_rounds += 1
-        self.wrong_roots += int(message.tree.tokens[0] != pending)
 
     def on_verdict(self, message: Verdict, wait: float) -> None:
         """A verdict, ``wait`` seconds after its tree was sent."""

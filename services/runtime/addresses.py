@@ -56,8 +56,8 @@ def check_exposure(address: Address, keys: Collection[object], insecure: bool) -
         return
     raise AerieError(
         Reason.INVALID_ARGUMENT,
-        f"{address.text} is open to other machines: give a key (AERIE_API_KEY, AERIE_WORKER_KEY or a key file), "
-        "or say --insecure",
+        f"{address.text} is open to other machines: give a key, where it takes one (AERIE_API_KEY, "
+        "AERIE_WORKER_KEY or a key file), or say --insecure",
     )
 
 

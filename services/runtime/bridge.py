@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.runtime.actor import Actor, ActorStopped, MailboxFull
+from services.runtime.actor import Actor, ActorStopped, MailboxFull, log_incident
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import PortError
+
+log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 16 * 2**20
 """Largest message, on both sides; features travel in slices far below it."""
@@ -51,6 +54,11 @@ class Bridge:
                         reply(PortError(request.session, Reason.RESOURCE_EXHAUSTED, str(error)))
                     except AerieError as error:
                         reply(PortError(request.session, error.reason, error.message))
+                    except ActorStopped:
+                        raise
+                    except Exception as error:  # a fault of ours; the stream's other messages are not at fault
+                        why = log_incident(log, f"a message to {host.name} could not be read", error)
+                        reply(PortError(request.session, Reason.INTERNAL, why))
             except ActorStopped:
                 pass  # the callback below says so
             finally:

@@ -5,12 +5,13 @@ event loop; ``redis_bus`` carries the same events between processes.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from services.runtime.json_object import read_object, write_object
 
 CLAIM_SECONDS = 30.0
 
@@ -218,11 +219,7 @@ def write_event(topic: str, data: Mapping[str, Any]) -> str:
     Raises:
         ValueError: Its data is not JSON.
     """
-    values = {"topic": topic, "data": data, "unix_ms": time.time_ns() // 1_000_000}
-    try:
-        return json.dumps(values, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+    return write_object({"topic": topic, "data": data, "unix_ms": time.time_ns() // 1_000_000})
 
 
 def read_event(text: str | bytes) -> BusEvent:
@@ -231,12 +228,7 @@ def read_event(text: str | bytes) -> BusEvent:
     Raises:
         ValueError: It wrote no such thing.
     """
-    try:
-        values = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(values, dict):
-        raise ValueError("not an object")
+    values = read_object(text)
     topic, data, unix_ms = (values.get(key) for key in ("topic", "data", "unix_ms"))
     if not (isinstance(topic, str) and isinstance(data, dict) and isinstance(unix_ms, int)):
         raise ValueError("not an event")

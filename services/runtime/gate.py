@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
+from services.speculation.errors import AerieError, Reason
 
 
 class Gate:
@@ -24,9 +24,13 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def enter(self, context: Any) -> AsyncIterator[None]:
-        """Be inside. A call that comes to a closed gate ends with UNAVAILABLE, which clients try elsewhere."""
+        """Be inside.
+
+        Raises:
+            AerieError: SERVICE_UNAVAILABLE, the gate is closed: clients try elsewhere.
+        """
         if self.closed:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+            raise AerieError(Reason.SERVICE_UNAVAILABLE, "the service is shutting down")
         self.running += 1
         self._empty.clear()
         try:

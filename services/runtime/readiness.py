@@ -62,8 +62,8 @@ class Readiness(Actor[None]):
 
     async def withdraw(self) -> None:
         """Not ready, for good."""
+        self._drained = True  # first: a refresh that runs meanwhile must not undo it
         await self._become("draining")
-        self._drained = True
 
     async def _become(self, reason: str | None) -> None:
         changed = (reason is None) != (self.reason is None) or (

@@ -4,11 +4,12 @@ Here in memory, for one process; ``redis_registry`` keeps the same entries for s
 so both give back the same: what a reader does to an entry, or its writer afterwards, changes nothing.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from services.runtime.json_object import read_object, write_object
 
 KINDS = ("verifier", "drafter", "orchestrator")
 HEARTBEAT_SECONDS = 1.0
@@ -96,10 +97,7 @@ def write_entry(entry: Entry) -> str:
     if entry.kind not in KINDS:
         raise ValueError(f"{entry.kind!r} is no kind of service: {', '.join(KINDS)} are")
     values = {"name": entry.name, "kind": entry.kind, "address": entry.address, "data": dict(entry.data)}
-    try:
-        return json.dumps(values, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the data of {entry.name} is not JSON: {error}") from error
+    return write_object(values)
 
 
 def read_entry(text: str | bytes) -> Entry:
@@ -108,12 +106,7 @@ def read_entry(text: str | bytes) -> Entry:
     Raises:
         ValueError: It wrote no such thing.
     """
-    try:
-        values = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(values, dict):
-        raise ValueError("not an object")
+    values = read_object(text)
     name, kind, address, data = (values.get(key) for key in ("name", "kind", "address", "data"))
     if not (isinstance(name, str) and kind in KINDS and isinstance(address, str) and isinstance(data, dict)):
         raise ValueError("not an entry")

@@ -318,14 +318,13 @@ def _take_draft(state: State, event: Drafted) -> Step:
         check_tree(event.tree)
     except AerieError as error:
         return _lose_drafter(state, f"the drafter sent no tree: {error.message}")
+    if event.tree.tokens[0] != state.pending:
+        return _resync(state, "the drafter's tree begins with another token than the pending one")
     return _verify(state, event.tree)
 
 
 def _verify(state: State, tree: DraftTree) -> Step:
-    # A drafter is never trusted with the root or the limits.
-    if tree.tokens[0] != state.pending:
-        tree = DraftTree.root(state.pending)
-    tree = clip_depth(tree, state.max_depth)
+    tree = clip_depth(tree, state.max_depth)  # a drafter is not trusted with the limits
     verify = Verify(state.open.session, state.open.epoch, state.round, state.committed, tree)
     return replace(state, phase="verifying", drafted=len(tree) > 1), (ToVerifierEffect(verify),)
 

@@ -78,7 +78,7 @@ class VerifierHost(Actor[FromClient | Closed]):
         target: Loaded on ``device``'s thread.
         device: Shared with the drafter host in embedded mode.
         kv_bytes: Budget of all sessions' caches; None is unlimited.
-        bus: Receives ``session.opened`` and ``session.closed``.
+        bus: Receives ``lease.opened`` and ``lease.closed``.
     """
 
     def __init__(

@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 from aerie.verifier.v1 import verifier_pb2 as pb
 from aerie.verifier.v1 import verifier_pb2_grpc
 
 from services.runtime.actor import ActorStopped
 from services.runtime.bridge import Bridge
 from services.runtime.gate import Gate
-from services.speculation.errors import AerieError
+from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import FromVerifier, History
 from services.verifier.host import Closed, FromClient, VerifierHost
 from services.verifier.outbox import Key, Outbox, Outboxes
@@ -53,7 +52,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 async for response in bridge.run(self._host, request_iterator):
                     yield response
             except ActorStopped as error:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+                raise AerieError(Reason.SERVICE_UNAVAILABLE, str(error)) from None
             finally:
                 for key, box in held.items():
                     box.close()
@@ -66,8 +65,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         except (StopAsyncIteration, AerieError):
             key = 0
         if isinstance(key, int):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must subscribe to a session")
-            return
+            raise AerieError(Reason.INVALID_ARGUMENT, "the first message must subscribe to a session")
         box = self.outboxes.hold(key)
         listener = asyncio.create_task(_listen(requests, box), name=f"features of {key[0]}")
         try:
@@ -88,11 +86,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def GetTensors(self, request: pb.GetTensorsRequest, context: Any) -> AsyncIterator[pb.GetTensorsResponse]:
         for name in request.names:
-            try:
-                array = await self._host.shared_tensor(name)
-            except AerieError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-                return
+            array = await self._host.shared_tensor(name)
             for chunk in wire.write_tensor_chunks(name, array):
                 yield chunk
 

@@ -85,9 +85,8 @@ def read_response(response: pb.SessionResponse) -> FromDrafter:
         case "drafted":
             d = response.drafted
             tree = values.read_tree(d.tree)
-            return Drafted(
-                session, *values.read_round(d.id), tree=tree, seconds=d.seconds, queue_seconds=d.queue_seconds
-            )
+            seconds, queued = values.read_seconds(d.seconds), values.read_seconds(d.queue_seconds)
+            return Drafted(session, *values.read_round(d.id), tree=tree, seconds=seconds, queue_seconds=queued)
         case "need_features":
             n = response.need_features
             ranges = tuple((entry.start, entry.stop) for entry in n.ranges)
@@ -111,7 +110,7 @@ def write_status(status: DrafterStatus) -> pb.GetInfoResponse:
 
 
 def read_status(response: pb.GetInfoResponse) -> DrafterStatus:
-    """Raises AerieError: INVALID_ARGUMENT for a tap that is none."""
+    """Raises AerieError: INVALID_ARGUMENT for a tap or a time that is none."""
     info = DrafterInfo(
         name=response.name,
         family=response.family,
@@ -119,4 +118,4 @@ def read_status(response: pb.GetInfoResponse) -> DrafterStatus:
         target_fingerprint=response.target_fingerprint if response.HasField("target_fingerprint") else None,
         parameters=response.parameters,
     )
-    return DrafterStatus(info, response.sessions, response.draft_seconds)
+    return DrafterStatus(info, response.sessions, values.read_seconds(response.draft_seconds))

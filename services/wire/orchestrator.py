@@ -111,7 +111,7 @@ def read_drafters(response: pb.ListDraftersResponse) -> list[DrafterLine]:
         fingerprint = d.target_fingerprint if d.HasField("target_fingerprint") else None
         taps = tuple(values.read_tap(tap) for tap in d.taps)
         info = DrafterInfo(d.name, d.family, taps, fingerprint, d.parameters)
-        status = DrafterStatus(info, d.sessions, d.draft_seconds)
+        status = DrafterStatus(info, d.sessions, values.read_seconds(d.draft_seconds))
         lines.append(DrafterLine(d.instance, d.address, status, d.sessions))
     return lines
 

@@ -58,7 +58,10 @@ def read_tensor(tensor: pb.Tensor) -> NDArray[Any]:
         raise _invalid(f"a tensor has element type {tensor.element_type}")
     if math.prod(tensor.shape) * dtype.itemsize != len(tensor.data):
         raise _invalid(f"a tensor of shape {list(tensor.shape)} has {len(tensor.data)} bytes")
-    return np.frombuffer(tensor.data, dtype).reshape(tuple(tensor.shape))
+    try:
+        return np.frombuffer(tensor.data, dtype).reshape(tuple(tensor.shape))
+    except ValueError:  # no bytes, and more rows than any array may have
+        raise _invalid(f"no tensor has shape {list(tensor.shape)}") from None
 
 
 def write_features(features: Features) -> pb.Features:
@@ -103,7 +106,10 @@ def read_tree(tree: pb.DraftTree) -> DraftTree:
         raise AerieError(Reason.INVALID_TREE, "tokens, parents and log_probs must be equally long")
     if any(token >= 2**31 for token in tree.tokens):
         raise AerieError(Reason.INVALID_TREE, "a token is outside of any vocabulary")
-    return DraftTree.build(list(tree.tokens), list(tree.parents), np.frombuffer(tree.log_probs, "<f4"))
+    log_probs = np.frombuffer(tree.log_probs, "<f4")
+    if not np.isfinite(log_probs).all():
+        raise AerieError(Reason.INVALID_TREE, "a log-probability is not finite")
+    return DraftTree.build(list(tree.tokens), list(tree.parents), log_probs)
 
 
 def write_budget(budget: Budget) -> pb.Budget:
@@ -194,6 +200,13 @@ def write_round(epoch: int, round_: int, base_len: int) -> pb.RoundId:
 
 def read_round(round_: pb.RoundId) -> tuple[int, int, int]:
     return round_.epoch, round_.round, round_.base_len
+
+
+def read_seconds(seconds: float) -> float:
+    """A duration. Statistics and JSON of whoever asks would carry a NaN on."""
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise _invalid(f"{seconds} is no number of seconds")
+    return seconds
 
 
 def _invalid(message: str) -> AerieError:

@@ -105,7 +105,7 @@ def read_response(response: pb.SessionResponse) -> FromVerifier:
         case "prefilled":
             p = response.prefilled
             finish, log_probs = values.read_finish(p.finish), values.read_log_probs(p.log_probs)
-            return Prefilled(session, p.epoch, p.token, finish, p.seconds, log_probs)
+            return Prefilled(session, p.epoch, p.token, finish, values.read_seconds(p.seconds), log_probs)
         case "verdict":
             v = response.verdict
             return Verdict(
@@ -115,9 +115,9 @@ def read_response(response: pb.SessionResponse) -> FromVerifier:
                 tokens=tuple(v.tokens),
                 finish=values.read_finish(v.finish),
                 features=values.read_features(v.features),
-                seconds=v.seconds,
+                seconds=values.read_seconds(v.seconds),
                 log_probs=values.read_log_probs(v.log_probs),
-                queue_seconds=v.queue_seconds,
+                queue_seconds=values.read_seconds(v.queue_seconds),
             )
         case "error":
             return values.read_error(session, response.error)
@@ -298,7 +298,7 @@ def read_sessions(response: pb.ListSessionsResponse) -> list[SessionSummary]:
             committed=s.committed,
             kv_bytes=s.kv_bytes,
             feature_bytes=s.feature_bytes,
-            age_seconds=s.age_seconds,
+            age_seconds=values.read_seconds(s.age_seconds),
             state=_STATE_NAMES.get(s.state, "idle"),
         )
         for s in response.sessions

@@ -88,8 +88,11 @@ def test_kubernetes_probes_and_commands():
         (container,) = pod["containers"]
         options = build_parser().parse_args(container["args"])
         assert (options.kind, options.listen) == (name, f"0.0.0.0:{port}")
-        for probe in ("startupProbe", "readinessProbe"):
+        # Without a service's name it is liveness that is asked for.
+        for probe in ("startupProbe", "livenessProbe"):
             assert container[probe]["grpc"] == {"port": int(port)}
+        service = f"aerie.{name}.v1.{name.title()}Service"
+        assert container["readinessProbe"]["grpc"] == {"port": int(port), "service": service}
         assert pod["terminationGracePeriodSeconds"] > options.drain
         assert container["securityContext"]["runAsNonRoot"] is True
     services = [each["spec"] for each in documents if each["kind"] == "Service"]

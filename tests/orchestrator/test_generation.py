@@ -29,6 +29,7 @@ from tests.orchestrator.ports import (
     Target,
     chain_of,
     generation,
+    offer_of,
     right_drafter,
 )
 
@@ -107,17 +108,19 @@ def test_whatever_a_drafter_does_the_tokens_are_the_targets(how):
     assert drafter.closed == 1
 
 
-def test_a_tree_with_a_wrong_root_is_counted_and_not_verified():
+def test_a_tree_with_a_wrong_root_is_not_verified_and_its_drafter_primed_again():
     def answer(message):
         if isinstance(message, Draft):
             return [Drafted("s", 0, message.round, message.base_len, chain_of(42, 65), 0.125)]
         return []
 
-    verifier = Script(Target())
-    tokens, done, _ = outcome(verifier, Script(answer))
+    verifier, first, second = Script(Target()), Script(answer), Script(right_drafter())
+    tokens, done, _ = outcome(verifier, offer_of(first, second))
     assert tokens == ALL
-    assert done.stats.wrong_roots == done.stats.drafted_rounds == 10
-    assert {len(m.tree) for m in verifier.sent if isinstance(m, Verify)} == {1}
+    assert done.drafter_lost is None
+    assert (first.closed, second.closed) == (1, 1)
+    first_tree = next(m for m in verifier.sent if isinstance(m, Verify) and len(m.tree) > 1)
+    assert first_tree.tree.tokens[0] == FIRST + first_tree.base_len - len(PROMPT) - 1
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def stats(monkeypatch):
         ((9, 10), 0.0, 0.25),
     ):
         if drafting:
-            made.on_drafted(Drafted("s", 0, 0, 0, DraftTree.root(1), drafting), 1, drafting + 0.0625)
+            made.on_drafted(Drafted("s", 0, 0, 0, DraftTree.root(1), drafting), drafting + 0.0625)
         made.on_verdict(verdict(tokens, verifying), verifying + 0.125)
     return made
 
@@ -63,7 +63,7 @@ def test_overhead_is_the_time_that_neither_side_reports(stats):
 
 def test_time_between_a_message_and_its_answer_is_compute_queue_or_network():
     stats = Stats(prompt_tokens=5)
-    stats.on_drafted(Drafted("s", 0, 0, 0, DraftTree.root(1), 0.5, queue_seconds=0.25), 1, wait=1.0)
+    stats.on_drafted(Drafted("s", 0, 0, 0, DraftTree.root(1), 0.5, queue_seconds=0.25), wait=1.0)
     stats.on_verdict(replace(verdict((1,), 2.0), queue_seconds=0.5), wait=3.0)
     report = stats.report()
     # Waits of 1 and 3 s, of which 0.5 + 2 are compute and 0.25 + 0.5 queue.
@@ -85,13 +85,6 @@ def test_nothing_accepted_has_no_depths_and_a_length_of_one():
     for _ in range(3):
         plain.on_verdict(verdict((1,), 0.25), 0.25)
     assert (plain.acceptance_length, plain.acceptance_by_depth) == (1.0, [])
-
-
-def test_wrong_roots_are_counted():
-    stats = Stats(prompt_tokens=5)
-    for root in (1, 2, 1):
-        stats.on_drafted(Drafted("s", 0, 0, 0, DraftTree.root(root), 0.125), 1, 0.125)
-    assert (stats.drafted_rounds, stats.wrong_roots) == (3, 1)
 
 
 def test_a_snapshot_stays(stats):

@@ -238,9 +238,11 @@ def test_a_tree_is_verified_as_it_came():
     assert effect.message.tree is TREE
 
 
-def test_a_tree_with_a_wrong_root_is_replaced_by_the_pending_token():
-    _, (effect,) = apply(STATES["drafting"], drafted(tree=DraftTree.build([49, 51], [-1, 0])))
-    assert effect.message.tree.tokens.tolist() == [50]
+def test_a_drafter_whose_tree_has_a_wrong_root_is_out_of_step_and_primed_again():
+    state, (reopen, verify) = apply(STATES["drafting"], drafted(tree=DraftTree.build([49, 51], [-1, 0])))
+    assert isinstance(reopen, ReopenDrafter)
+    assert (state.phase, state.feed, bool(state.joining)) == ("verifying", None, True)
+    assert verify.message.tree.tokens.tolist() == [50]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ async def _run(kind: str, options: argparse.Namespace, start: Start) -> int | No
 
 def _check_listening(process: Process, options: argparse.Namespace) -> None:
     """Refuse what would be open to other machines, before anything loads."""
-    for flag, keys in (("listen", process.security.keys), ("http", process.api_keys), ("metrics", process.all_keys)):
+    # Metrics are shown to whoever asks: no key guards them.
+    for flag, keys in (("listen", process.security.keys), ("http", process.api_keys), ("metrics", ())):
         if text := getattr(options, flag, None):
             check_exposure(parse_address(text, f"--{flag}"), keys, options.insecure)
     process.security.credentials()
@@ -86,7 +87,7 @@ async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.T
         await process.http.start(options.http)
     if options.metrics:
         process.on_end(_in_thread(process.metrics.serve(options.metrics)))
-    membership = _join(process, options, address)
+    memberships = _join(process, options, address)
     for line in (f"{process.kind}: {address}", *([f"http: {process.http.address}"] if process.http else [])):
         print(line, flush=True)
     failure = asyncio.create_task(_fatal(process), name="watch over the process")
@@ -98,7 +99,7 @@ async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.T
     # In this order: nobody is sent here any more, nothing new begins, what runs finishes.
     await readiness.withdraw()
     process.gate.close()
-    if membership:
+    for membership in memberships:
         await membership.stop()
     await _drain(process, 0.0 if failed else options.drain)
     await readiness.stop()
@@ -132,17 +133,18 @@ def _in_thread(end: Callable[[], None]) -> Callable[[], Awaitable[None]]:
     return ending
 
 
-def _join(process: Process, options: argparse.Namespace, address: str) -> Membership | None:
-    """List this process in the registry, if there is one."""
+def _join(process: Process, options: argparse.Namespace, address: str) -> list[Membership]:
+    """List what this process serves in the registry, if there is one."""
     if process.registry is None:
-        return None
+        return []
     reached = options.advertise or _reachable(address)
-    membership = Membership(
-        process.registry, Entry(f"{process.kind}@{reached}", process.kind, reached, process.entry_data)
-    )
-    membership.start()
-    process.metrics.watch({"membership": membership})
-    return membership
+    memberships = []
+    for kind in (hosted.kind for hosted in process.hosted):
+        entry = Entry(f"{kind}@{reached}", kind, reached, process.entry_data)
+        memberships.append(Membership(process.registry, entry))
+        memberships[-1].start()
+        process.metrics.watch({f"membership of the {kind}": memberships[-1]})
+    return memberships
 
 
 def _reachable(address: str) -> str:

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from services.cli.serving.lifecycle import patiently, run_process
 from services.cli.serving.process import DEFAULT_DRAFTER, Hosted, Process
+from services.cli.serving.verifier_watch import VerifierWatch
 from services.cli.serving.watching import watch_dependency, watch_rounds
 from services.orchestrator.directory import Directory
 from services.orchestrator.openai.app import build_app
@@ -29,7 +30,9 @@ async def _start(process: Process, options: argparse.Namespace) -> None:
     files = await patiently(verifier.tokenizer, f"the verifier at {address}")
     directory = Directory(await _drafters(process, options), process.drafter_port, info, process.bus)
     directory.start()
-    watch_dependency(process, "verifier", verifier.check_ready)
+    watch = VerifierWatch(verifier, address, info, None if options.verifier else process.registry)
+    watch_dependency(process, "verifier", watch.ask)
+    process.fatal.append(lambda: watch.changed)
     process.on_end(directory.stop)
     await directory.refresh()
     template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
@@ -59,4 +62,4 @@ def host_orchestrator(process: Process, orchestrator: Orchestrator, options: arg
         keys = frozenset(key.reveal() for key in process.api_keys)
         ready = lambda: process.readiness is not None and process.readiness.reason is None  # noqa: E731
         app = build_app(orchestrator, keys, ready=ready, routes=[process.metrics.route()])
-        process.http = HttpServer(app, options.tls_cert, options.tls_key)
+        process.http = HttpServer(app, options.tls_cert, options.tls_key, options.tls_client_ca)

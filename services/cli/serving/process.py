@@ -25,6 +25,8 @@ from services.speculation.errors import AerieError, Reason
 
 log = logging.getLogger(__name__)
 
+FILE_BYTES = 128 * 2**20
+"""Largest answer on a channel for bulk: a tokenizer's file."""
 DEFAULT_VERIFIER, DEFAULT_DRAFTER = "127.0.0.1:50051", "127.0.0.1:50052"
 
 
@@ -34,6 +36,11 @@ class Hosted:
 
     name: str
     add: Callable[[Any], None]
+
+    @property
+    def kind(self) -> str:
+        """What the registry calls such a service: "verifier" of aerie.verifier.v1.VerifierService."""
+        return self.name.split(".")[1]
 
 
 class Process:
@@ -70,8 +77,8 @@ class Process:
         worker_keys = read_keys("AERIE_WORKER_KEY", options.worker_key_file)
         # Whoever serves clients takes their keys; workers among themselves have their own.
         faces_clients = kind in ("orchestrator", "all")
-        self.all_keys: Keys = (*self.api_keys, *worker_keys)
-        keys = self.all_keys if faces_clients and self.api_keys else () if faces_clients else worker_keys
+        all_keys: Keys = (*self.api_keys, *worker_keys)
+        keys = all_keys if faces_clients and self.api_keys else () if faces_clients else worker_keys
         self.security = ServerSecurity(keys, options.tls_cert, options.tls_key, options.tls_client_ca)
         shown = read_keys("AERIE_KEY", getattr(options, "key_file", None)) or worker_keys
         self._dialling = ChannelSecurity(
@@ -106,7 +113,10 @@ class Process:
         """A channel to another service, one for each use."""
         if (address, use) not in self._channels:
             # Channels to one address would share their connection.
-            channel = self._dialling.open(address, [("grpc.use_local_subchannel_pool", 1)])
+            arguments: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
+            if use == "bulk":
+                arguments.append(("grpc.max_receive_message_length", FILE_BYTES))
+            channel = self._dialling.open(address, arguments)
             self._channels[address, use] = channel
             self._ends.push_async_callback(channel.close)
         return self._channels[address, use]
@@ -137,6 +147,10 @@ class Process:
         async def forward() -> None:
             async for event in waiting:
                 remote.publish(event.topic, **event.data)
+
+        self.metrics.gauge(
+            "aerie_redis_events_dropped", "Events that did not reach Redis.", lambda: remote.dropped + waiting.dropped
+        )
 
         forwarding = asyncio.create_task(forward(), name="events to Redis")
 

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+import ssl
 import stat
 from pathlib import Path
 
@@ -43,11 +44,18 @@ class HttpServer:
     Args:
         app: ASGI, without a lifespan of its own.
         certificate, key: PEM files; with a certificate it speaks TLS.
+        client_ca: Whose certificates clients must show.
     """
 
-    def __init__(self, app: ASGIApp, certificate: Path | None = None, key: Path | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        client_ca: Path | None = None,
+    ) -> None:
         self._app = app
-        self._certificate, self._key = certificate, key
+        self._certificate, self._key, self._client_ca = certificate, key, client_ca
         self._address: str | None = None
         self._server: uvicorn.Server | None = None
         self._clock: asyncio.Task[None] | None = None
@@ -117,6 +125,8 @@ class HttpServer:
                 timeout_keep_alive=IDLE_SECONDS,
                 ssl_certfile=self._certificate,
                 ssl_keyfile=self._key,
+                ssl_ca_certs=str(self._client_ca) if self._client_ca else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if self._client_ca else ssl.CERT_NONE,
             )
             config.load()
         except OSError as error:  # ssl's are OSErrors

@@ -1,0 +1,52 @@
+"""The orchestrator's eye on its verifier: there, the same target still, and where the registry says."""
+
+from services.orchestrator.grpc_ports import GrpcVerifierPort
+from services.runtime.registry import Registry
+from services.speculation.messages import TargetInfo
+
+
+class VerifierWatch:
+    """Asked again and again; what it finds wrong for good, only a new start of the process mends.
+
+    Args:
+        port: The verifier.
+        address: Where it is.
+        info: What it said of itself when the orchestrator started: tokenizer and limits are those of that target.
+        registry: Where the verifier was found; None when its address was given.
+
+    Attributes:
+        changed: Why the orchestrator must be started again, or None.
+    """
+
+    def __init__(self, port: GrpcVerifierPort, address: str, info: TargetInfo, registry: Registry | None) -> None:
+        self.changed: str | None = None
+        self._port, self._address, self._info, self._registry = port, address, info, registry
+        self._away = False
+
+    async def ask(self) -> None:
+        """Raises ConnectionError: The verifier is away, takes no sessions, or is not the one that it was."""
+        if self.changed:
+            raise ConnectionError(self.changed)
+        try:
+            await self._port.check_ready()
+        except ConnectionError:
+            self._away = True
+            await self._look_elsewhere()
+            raise
+        if self._away:
+            await self._compare()
+
+    async def _compare(self) -> None:
+        """After it was away: whoever answers now may serve another target."""
+        info = await self._port.info()
+        if info.weights_fingerprint != self._info.weights_fingerprint:
+            self.changed = f"the verifier at {self._address} serves another target now: {info.name}"
+            raise ConnectionError(self.changed)
+        self._away = False
+
+    async def _look_elsewhere(self) -> None:
+        if self._registry is None:
+            return
+        there = [entry.address for entry in await self._registry.list("verifier")]
+        if there and self._address not in there:
+            self.changed = f"the verifier has moved from {self._address} to {there[0]}"
