@@ -75,19 +75,22 @@ class Services:
 
     Args:
         target, drafter: What verifiers and drafters load.
+
+    Attributes:
+        started: In their order.
     """
 
     def __init__(self, target: str, drafter: str) -> None:
         # Short, whatever the test is called: a unix socket's path has 104 bytes on macOS.
         self.folder = Path(tempfile.mkdtemp(prefix="aerie-"))
         self._target, self._drafter = target, drafter
-        self._all: list[Service] = []
+        self.started: list[Service] = []
 
     def __enter__(self) -> "Services":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for service in self._all:
+        for service in self.started:
             service.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -97,7 +100,7 @@ class Services:
     def start(self, name: str, kind: str, *arguments: str, **environment: str) -> Service:
         """Start a service that listens at ``socket(name)``; it is not waited for."""
         service = Service(self.folder, name, kind, "--listen", self.socket(name), *arguments, **environment)
-        self._all.append(service)
+        self.started.append(service)
         return service
 
     def verifier(self, *arguments: str, name: str = "v") -> Service:

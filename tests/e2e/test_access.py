@@ -30,6 +30,11 @@ def read(url: str, key: str | None = None) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+def aerie(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
 @pytest.fixture(scope="module")
 def served(tiny: str, drafter: str) -> Iterator[Service]:
     """Everything in one process, with a key and an HTTP port; its log is JSON."""
@@ -118,7 +123,7 @@ def test_everything_over_tls(tiny, drafter, tmp_path):
 
         def start(kind: str, *options: str) -> Service:
             service = Service(services.folder, kind, kind, "--listen", "localhost:0", *serve, *options)
-            services._all.append(service)
+            services.started.append(service)
             return service.wait_ready()
 
         verifier = start("verifier", "--target", tiny).address
@@ -127,6 +132,10 @@ def test_everything_over_tls(tiny, drafter, tmp_path):
         with Client(front, security=ChannelSecurity(ca=files["ca"])) as client:
             until(lambda: any(line.status for line in client.drafters()))
             assert len(client.generate(PROMPT, max_tokens=20, ignore_eos=True).token_ids) == 20
+        healthy = aerie("health", front, verifier, drafts, *dial)
+        assert (healthy.returncode, healthy.stdout.count("NOT_SERVING")) == (0, 0), healthy.stdout
+        assert healthy.stdout.count(" SERVING") == 6
+        assert aerie("health", front).returncode == 1
         with Client(front, retries=0) as client, pytest.raises(AerieError) as refused:
             client.generate(PROMPT, max_tokens=2)
         assert refused.value.reason is Reason.SERVICE_UNAVAILABLE
@@ -144,8 +153,7 @@ def test_everything_over_tls(tiny, drafter, tmp_path):
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_loads(tiny, options, says):
-    command = [sys.executable, "-m", "services.cli.main", "serve", "verifier", "--target", tiny, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    done = aerie("serve", "verifier", "--target", tiny, *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert done.stderr.count("\n") == 1

@@ -94,6 +94,16 @@ def test_services_find_each_other(services, redis, plain):
     assert done.drafter_lost is None
 
 
+def test_all_in_one_process_lists_its_services(tiny, drafter, redis):
+    with Services(tiny, drafter) as made:
+        everything = made.start("all", "all", "--target", tiny, "--drafter", drafter, "--redis", redis.url).wait_ready()
+        mine = {(kind, everything.address) for kind in ("verifier", "drafter", "orchestrator")}
+        until(lambda: mine <= registered(redis.url))
+        assert len(stream(everything.address, 20)[0]) == 20
+        assert everything.end() == 0
+        assert not mine & registered(redis.url)
+
+
 def test_a_killed_drafter_is_gone_after_three_beats_and_one_that_ends_leaves_at_once(services, redis):
     killed, ended = (
         services.drafter("--redis", redis.url, name=name, verifier="").wait_ready() for name in ("d1", "d2")
@@ -145,7 +155,7 @@ def test_redis_that_goes_and_comes_back_empty_costs_no_token(services, redis, pl
     until(lambda: len(registered(redis.url)) == 3, 5)
     assert [line.status is not None for line in drafters(services.socket("o"))] == [True]
     assert stream(services.socket("o"), 60)[0] == plain[:60]
-    for service in services._all:
+    for service in services.started:
         lines = [line for line in service.log.read_text().splitlines() if "WARN" in line or "ERROR" in line]
         assert len(lines) < 10, lines
 

@@ -17,6 +17,7 @@ from services.embedded import Engine
 from services.speculation.errors import AerieError, Reason
 from services.wire.orchestrator import DoneMessage, read_drafters
 from tests.processes import Services
+from tests.tiny import write_tiny_llama
 
 PROMPT = tuple(range(5, 25))
 LONG = 500
@@ -190,13 +191,16 @@ def faulty(tiny: str, drafter: str) -> Iterator[Services]:
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_drafter_that_dies_or_hangs_changes_no_token(faulty, plain, fault):
     """Another one takes over; when it comes back, it is offered again."""
-    first = faulty.drafter(name="d0").wait_ready()
-    wait_for_drafters(faulty.socket("o"), 1)
-    second = faulty.drafter(name="d1")
+    first, second = faulty.drafter(name="d0"), faulty.drafter(name="d1")
+    for service in (first, second):
+        service.wait_ready()
+    wait_for_drafters(faulty.socket("o"), 2)
 
     def act() -> None:
+        assert (drafter_sessions(first.address), drafter_sessions(second.address)) == (1, 0)
         first.send(fault)
-        second.wait_ready()
+        if fault == signal.SIGKILL:  # one that hangs is lost after seconds: this stream may be over by then
+            until(lambda: drafter_sessions(second.address) == 1)
 
     tokens, done = stream(faulty.socket("o"), act=act, at=20)
     assert tokens == plain(LONG)
@@ -217,11 +221,17 @@ def test_a_drafter_that_dies_or_hangs_changes_no_token(faulty, plain, fault):
 
 def test_a_drafter_that_comes_during_a_stream_joins_it(faulty, plain):
     late = []
-    tokens, done = stream(
-        faulty.socket("o"), act=lambda: late.append(faulty.drafter(name="d0").wait_ready()), at=5, count=LONG
-    )
+
+    def act() -> None:
+        orchestrator = faulty.started[1]
+        orchestrator.send(signal.SIGSTOP)  # the stream would be over before a drafter has started
+        late.append(faulty.drafter(name="d0").wait_ready())
+        orchestrator.send(signal.SIGCONT)
+
+    tokens, done = stream(faulty.socket("o"), act=act, at=5, count=LONG)
     assert tokens == plain(LONG)
     assert done.drafter_lost is None
+    assert done.stats["draft_seconds"] > 0  # there was none at its start
     late[0].close()
     wait_for_drafters(faulty.socket("o"), 0)
 
@@ -245,6 +255,18 @@ def test_a_lost_verifier_ends_its_sessions_and_comes_back(tiny, drafter, plain):
                 return False
 
         until(answers, 30)
+
+
+def test_a_verifier_that_returns_with_another_target_ends_the_orchestrator(tiny, drafter, tmp_path):
+    """Its tokenizer, its limits and its drafters are those of the first target: a supervisor starts it again."""
+    other = str(write_tiny_llama(tmp_path / "other", seed=1))
+    with Services(tiny, drafter) as services:
+        verifier = services.verifier().wait_ready()
+        front = services.orchestrator(drafters=()).wait_ready()
+        verifier.end()
+        services.start("v", "verifier", "--target", other).wait_ready()
+        assert front.process.wait(20) == 1
+        assert "serves another target now" in front.log.read_text()
 
 
 def test_the_end_waits_for_running_sessions_and_takes_no_new_ones(tiny, drafter, plain):

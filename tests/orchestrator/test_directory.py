@@ -102,6 +102,16 @@ def test_a_drafter_of_another_target_is_never_offered(caplog):
     play(scenario)
 
 
+@pytest.mark.parametrize("taps", [(), (2, 2), (2, 31), (-1,)])
+def test_a_drafter_whose_taps_the_verifier_would_refuse_is_never_offered(taps):
+    async def scenario(world):
+        await world.add("a", DrafterInfo("d", "eagle3", taps, "abc", 0))
+        assert await world.offers() == []
+        assert "tap" in world.directory.unfit["a"]
+
+    play(scenario)
+
+
 def test_one_that_hangs_is_offered_until_it_has_missed_three_beats(monkeypatch):
     monkeypatch.setattr(directory_module, "PROBE_SECONDS", 0.01)
 

@@ -1,6 +1,7 @@
 """Drafters that are late, hang, break, lack rows or come later: the tokens stay, and another drafter takes over."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -114,6 +115,22 @@ def test_a_drafter_that_hangs_is_given_up_and_another_takes_over():
     assert done.stats.drafted_rounds > 8
     # A round may begin between the loss and the other one's coming: then nobody's taps are attached meanwhile.
     assert [bool(m.taps) for m in verifier.sent if isinstance(m, Attach)] in ([True], [False, True])
+
+
+@pytest.mark.parametrize("field", ["round", "epoch", "session"])
+@pytest.mark.parametrize("lacking", [False, True])
+def test_an_answer_to_what_was_not_asked_costs_the_drafter(field, lacking):
+    """The machine takes no notice of it; waiting on, it would wait for ever."""
+
+    def wrong(message):
+        if not isinstance(message, Draft) or message.round < 3:
+            return right_drafter()(message)
+        answer = NeedFeatures(message.session, 0, message.round, ((0, 1),)) if lacking else right_drafter()(message)[0]
+        return [replace(answer, **{field: "another" if field == "session" else 77})]
+
+    tokens, done, _, _ = play(offer_of(Script(wrong), pace=quick_pace()), Supply())
+    assert tokens == ALL
+    assert "not asked" in done.drafter_lost
 
 
 def test_a_late_draft_costs_rounds_and_not_the_drafter():

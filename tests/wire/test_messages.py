@@ -238,6 +238,7 @@ def test_broken_trees_are_refused(changes):
         types_pb2.Tensor(element_type=99, shape=[1], data=b"abcd"),
         types_pb2.Tensor(element_type=types_pb2.ELEMENT_TYPE_FLOAT32, shape=[2], data=b"abcd"),
         types_pb2.Tensor(element_type=types_pb2.ELEMENT_TYPE_FLOAT32, shape=[2**31, 2**31, 4], data=b"abcd"),
+        types_pb2.Tensor(element_type=types_pb2.ELEMENT_TYPE_FLOAT32, shape=[0, 2**32 - 1, 2**32 - 1, 2**32 - 1]),
     ],
 )
 def test_broken_tensors_are_refused(tensor):

@@ -149,6 +149,20 @@ def test_tls(tmp_path):
         async with httpx.AsyncClient(verify=trusted) as client:
             assert (await client.get(f"https://{server.address}/")).json() == "here"
         await server.drain(5)
+        # One that demands certificates of its clients answers none who has none.
+        ca = tmp_path / "ca.pem"
+        authority.cert_pem.write_to_path(ca)
+        server = HttpServer(PLAIN, certificate, key, ca)
+        await server.start("localhost:0")
+        with pytest.raises(httpx.TransportError):
+            async with httpx.AsyncClient(verify=trusted) as client:
+                await client.get(f"https://{server.address}/")
+        known = ssl.create_default_context()
+        authority.configure_trust(known)
+        authority.issue_cert("client.example").configure_cert(known)
+        async with httpx.AsyncClient(verify=known) as client:
+            assert (await client.get(f"https://{server.address}/")).json() == "here"
+        await server.drain(5)
         (tmp_path / "bad").write_text("no key")
         with pytest.raises(AerieError, match="certificate"):
             await HttpServer(PLAIN, certificate, tmp_path / "bad").start("localhost:0")
