@@ -27,6 +27,7 @@ def chat(options: argparse.Namespace) -> int:
             drafters = ", ".join(source.drafters) or "none"
             print(f"aerie chat: target {source.target}, drafter {drafters}. {HELP}", flush=True)
         messages: list[dict[str, str]] = []
+        answered = True
         while (turn := _read_turn(on_terminal)) is not None:
             match turn.strip():
                 case "":
@@ -40,8 +41,8 @@ def chat(options: argparse.Namespace) -> int:
                 case command if command.startswith("/") and command[1:].isalpha():
                     print(f"no such command: {command}; {HELP}", flush=True)
                 case _:
-                    _answer(source, messages, turn, common, source.printer(options.trace))
-    return 0
+                    answered &= _answer(source, messages, turn, common, source.printer(options.trace))
+    return 0 if answered or on_terminal else 1  # a script must learn of it; a person has read it
 
 
 def _read_turn(on_terminal: bool) -> str | None:
@@ -72,8 +73,8 @@ def _read_line() -> bytes:
 
 def _answer(
     source: Source, messages: list[dict[str, str]], turn: str, common: dict[str, Any], printer: Printer
-) -> None:
-    """Stream the answer and remember both; a turn that got no text at all is forgotten."""
+) -> bool:
+    """Stream the answer and remember both; a turn that got no text at all is forgotten. False: it was refused."""
     messages.append({"role": "user", "content": turn})
     try:
         with raise_on_interrupt(), contextlib.closing(source.stream(messages, common)) as chunks:
@@ -84,9 +85,10 @@ def _answer(
         print("\n[stopped]", flush=True)
         if not printer.text:
             messages.pop()
-            return
+            return True
     except AerieError as error:
         complain(str(error))
         messages.pop()
-        return
+        return False
     messages.append({"role": "assistant", "content": printer.text})
+    return True

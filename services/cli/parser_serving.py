@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from services.cli.parser_shared import add_overrides, add_threads
+from services.cli.parser_shared import add_overrides, add_threads, at_least, seconds
 
 PORTS = {"verifier": 50051, "drafter": 50052, "orchestrator": 50050, "all": 50050}
 DEFAULT_HTTP = "127.0.0.1:8000"
@@ -82,7 +82,9 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="smollm2, a Hub id, a folder or a .gguf (default: smollm2)",
     )
-    parser.add_argument("--kv-bytes", type=int, metavar="N", help="budget of all sessions' caches (default: none)")
+    parser.add_argument(
+        "--kv-bytes", type=at_least(1), metavar="N", help="budget of all sessions' caches (default: none)"
+    )
     add_threads(parser)
 
 
@@ -101,10 +103,14 @@ def _add_clients(parser: argparse.ArgumentParser) -> None:
         "--http", nargs="?", const=DEFAULT_HTTP, metavar="ADDR", help=f"serve OpenAI's API, too (bare: {DEFAULT_HTTP})"
     )
     clients.add_argument(
-        "--max-sessions", type=int, default=256, metavar="N", help="sessions that run at once (default: 256)"
+        "--max-sessions", type=at_least(1), default=256, metavar="N", help="sessions that run at once (default: 256)"
     )
     clients.add_argument(
-        "--max-queue", type=int, default=1024, metavar="N", help="sessions that wait; more are refused (default: 1024)"
+        "--max-queue",
+        type=at_least(0),
+        default=1024,
+        metavar="N",
+        help="sessions that wait; more are refused (default: 1024)",
     )
     clients.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="keys of clients, one a line (or AERIE_API_KEY)"
@@ -122,7 +128,7 @@ def _add_service(parser: argparse.ArgumentParser, kind: str) -> None:
         "--advertise", metavar="ADDR", help="what others dial (default: --listen, with this host's name for 0.0.0.0)"
     )
     service.add_argument(
-        "--drain", type=float, default=30.0, metavar="SECONDS", help="for sessions that run at the end (default: 30)"
+        "--drain", type=seconds, default=30.0, metavar="SECONDS", help="for sessions that run at the end (default: 30)"
     )
     service.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics there")
     service.add_argument("--log-format", choices=("text", "json"), default="text")

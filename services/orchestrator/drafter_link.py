@@ -47,7 +47,8 @@ class DrafterLink:
         self._outbox: deque[ToDrafter | int] = deque()
         self._filled = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
-        self._asked: Draft | None = None
+        self._asked: Draft | None = None  # the last one
+        self._owed = 0  # answers of earlier rounds are owed no more
         self._asked_at = 0.0
         self._answers = 0
         offer.sessions += 1
@@ -79,7 +80,7 @@ class DrafterLink:
         await self._stream.close()
 
     def _watch(self, draft: Draft) -> None:
-        self._asked, self._asked_at = draft, time.perf_counter()
+        self._asked, self._owed, self._asked_at = draft, draft.round, time.perf_counter()
         if self.offer.pace is None:
             return
         deadline = self.offer.pace.deadline
@@ -126,8 +127,10 @@ class DrafterLink:
             while True:
                 message = await self._stream.receive()
                 if isinstance(message, Drafted | NeedFeatures):
-                    if not _answers(message, self._asked):  # its clocks must go on: nobody else ends the wait
+                    if not self._was_asked(message):
                         self._post(DrafterLost("the drafter answered what it was not asked"))
+                        continue
+                    if message.round < self._owed:  # a repeat; the clocks of the draft that is owed go on
                         continue
                     self._answered()
                 self._post(_event_of(message))
@@ -136,9 +139,16 @@ class DrafterLink:
         except Exception as error:
             self._post(DrafterLost(log_incident(log, "a drafter's stream failed", error)))
 
+    def _was_asked(self, message: Drafted | NeedFeatures) -> bool:
+        """It is of a draft that was asked for, now or before."""
+        asked = self._asked
+        if asked is None or message.round > asked.round:
+            return False
+        return (message.session, message.epoch) == (asked.session, asked.epoch)
+
     def _answered(self) -> None:
         self._forget_draft()
-        self._asked = None
+        self._owed += 1
         self.draft_wait = time.perf_counter() - self._asked_at
         # The first answer of a session waited for its prompt to be read: that says nothing of the next ones.
         if self.offer.pace and self._answers:
@@ -148,13 +158,6 @@ class DrafterLink:
     def _lose(self, why: str) -> None:
         self.broken = True
         self._post(DrafterLost(why))
-
-
-def _answers(message: Drafted | NeedFeatures, draft: Draft | None) -> bool:
-    """A late answer is one, too: until then nothing else is asked."""
-    if draft is None:
-        return False
-    return (message.session, message.epoch, message.round) == (draft.session, draft.epoch, draft.round)
 
 
 def _event_of(message: object) -> Event:

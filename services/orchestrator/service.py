@@ -36,6 +36,8 @@ class Limits:
     queue: int = 1024
 
 
+MAX_TOP_LOGPROBS = 128
+"""More alternatives would make a token's report larger than its round."""
 DEFAULT_LIMITS = Limits()
 
 
@@ -82,6 +84,8 @@ class Request:
             raise AerieError(Reason.INVALID_ARGUMENT, f"max_tokens is {self.max_tokens}; it must be 1 or more")
         optional = {"seed": self.seed, "top_logprobs": self.top_logprobs}
         check_integers(**{name: value for name, value in optional.items() if value is not None})
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise AerieError(Reason.INVALID_ARGUMENT, f"top_logprobs is {self.top_logprobs}; 0..{MAX_TOP_LOGPROBS}")
         kinds = {"sampler": Sampler, "ignore_eos": bool, "drafter": str, "tree": TreeOptions}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):

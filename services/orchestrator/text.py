@@ -34,6 +34,8 @@ def check_stops(stop: Sequence[str]) -> None:
     for s in stop:
         if not s:
             raise AerieError(Reason.INVALID_ARGUMENT, "a stop string is empty")
+        if not s.isprintable() and any(0xD800 <= ord(character) < 0xE000 for character in s):
+            raise AerieError(Reason.INVALID_ARGUMENT, "a stop string holds half a character (a lone surrogate)")
         if len(s) > MAX_STOP_LENGTH:
             message = f"a stop string of {len(s)} characters; {MAX_STOP_LENGTH} are the most"
             raise AerieError(Reason.INVALID_ARGUMENT, message)

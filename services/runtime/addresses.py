@@ -1,6 +1,11 @@
 """Where services listen and what they dial: ``host:port`` or ``unix:PATH``."""
 
+import contextlib
+import errno
+import os
 import re
+import socket
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -63,3 +68,34 @@ def check_exposure(address: Address, keys: Collection[object], insecure: bool) -
 
 def _invalid(name: str, text: str, why: str) -> AerieError:
     return AerieError(Reason.INVALID_ARGUMENT, f"{name} is {text!r}: {why}")
+
+
+def make_way(path: str) -> None:
+    """Remove the file of a unix socket that nobody listens on any more.
+
+    Raises:
+        OSError: Somebody does.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+                probe.connect(path)
+                raise OSError(errno.EADDRINUSE, "a server listens there already")
+            os.unlink(path)
+
+
+def check_free(address: Address) -> None:
+    """Refuse an address that cannot be listened at, before anything is built for it.
+
+    Raises:
+        AerieError: INVALID_ARGUMENT.
+    """
+    try:
+        if not address.host:
+            make_way(address.text.removeprefix("unix:").removeprefix("//"))
+            return
+        name = address.host.removeprefix("[").removesuffix("]")
+        family = socket.AF_INET6 if ":" in name else socket.AF_INET
+        socket.create_server((name, address.port), family=family).close()
+    except OSError as error:
+        raise AerieError(Reason.INVALID_ARGUMENT, f"cannot listen at {address.text}: {error.strerror}") from None

@@ -6,7 +6,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.runtime.addresses import parse_address
+from services.runtime.addresses import check_free, parse_address
 from services.runtime.bridge import MESSAGE_BYTES
 from services.runtime.rich_status import GuardInterceptor
 from services.runtime.security import KeyInterceptor, ServerSecurity
@@ -45,6 +45,7 @@ async def start_server(
         AerieError: INVALID_ARGUMENT, it cannot listen there, or what TLS needs cannot be read.
     """
     wanted, credentials = parse_address(address, "the address to listen at"), security.credentials()
+    check_free(wanted)  # gRPC would take a unix socket from whoever serves there
     interceptors: list[grpc.aio.ServerInterceptor] = [GuardInterceptor()]
     if security.keys:
         interceptors.insert(0, KeyInterceptor(security.keys))

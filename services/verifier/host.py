@@ -35,6 +35,7 @@ from services.speculation.window import kept_ranges
 from services.targets.features import read_back
 from services.targets.ragged import SessionRows
 from services.targets.target import Target
+from services.verifier.batching import take_batch
 from services.verifier.judge import Judge
 from services.verifier.kv import KVBudget
 from services.verifier.sessions import (
@@ -50,9 +51,6 @@ from services.verifier.sessions import (
 from services.verifier.work import Delivery, Work, failure, features_of, history_of, rows_of
 
 log = logging.getLogger(__name__)
-
-PREFILL_ROWS = 512
-"""Prompt rows in one batch: running sessions wait no longer than that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,24 +247,8 @@ class VerifierHost(Actor[FromClient | Closed]):
 
     def _step(self) -> list[Delivery]:
         """On the device thread: take a batch, run it, walk and commit."""
-        batch = self._take()
+        batch = take_batch(self._ready, self.info.device)
         return self._run_batch(batch) if batch else []
-
-    def _take(self) -> list[Work]:
-        batch: list[Work] = []
-        room = PREFILL_ROWS
-        for _ in range(len(self._ready)):  # a deque: the event loop may append meanwhile
-            work = self._ready.popleft()
-            if work.stale:
-                continue
-            if work.verify is None and room <= 0:
-                self._ready.append(work)
-                continue
-            if work.verify is None:
-                length = min(room, work.rows_left)
-                work, room = replace(work, length=length), room - length
-            batch.append(work)
-        return batch
 
     def _run_batch(self, batch: list[Work]) -> list[Delivery]:
         start = time.perf_counter()

@@ -62,7 +62,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         requests = aiter(request_iterator)
         try:
             key = wire.read_features_request(await anext(requests))
-        except (StopAsyncIteration, AerieError):
+        except StopAsyncIteration:
+            return  # the client left before it subscribed
+        except AerieError:
             key = 0
         if isinstance(key, int):
             raise AerieError(Reason.INVALID_ARGUMENT, "the first message must subscribe to a session")

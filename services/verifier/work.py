@@ -40,10 +40,14 @@ class Work:
         return Work(session, session.taps, session.attachment, verify, past)
 
     @property
+    def base(self) -> int:
+        """Positions before its first row."""
+        return self.past[0] if self.past else self.session.kv.length
+
+    @property
     def rows_left(self) -> int:
         """Of a slice that may be cut."""
-        start, stop = self.past or (self.session.kv.length, len(self.session.tokens))
-        return stop - start
+        return (self.past[1] if self.past else len(self.session.tokens)) - self.base
 
     @property
     def stale(self) -> bool:
@@ -75,7 +79,7 @@ def rows_of(work: Work) -> SessionRows:
     session = work.session
     if work.verify:
         return SessionRows(session.kv, work.verify.tree.tokens, work.verify.tree.parents)
-    start, prompt = work.past[0] if work.past else session.kv.length, len(session.tokens)
+    start, prompt = work.base, len(session.tokens)
     stop = start + work.length
     tokens = session.tokens[start:stop]
     if work.past:  # beside the session's own rows: over a copy of what comes before
@@ -85,4 +89,4 @@ def rows_of(work: Work) -> SessionRows:
 
 def features_of(work: Work, taps: dict[Tap, NDArray[Any]], start: int, count: int) -> Features:
     rows = {tap: taps[tap][start : start + count].copy() for tap in work.taps}
-    return Features(work.past[0] if work.past else work.session.kv.length, rows)
+    return Features(work.base, rows)

@@ -39,6 +39,10 @@ def _write_observe(observe: Observe) -> pb.Observe:
 
 
 def _read_observe(session: str, observe: pb.Observe) -> Observe:
+    if not observe.tokens:
+        raise AerieError(Reason.INVALID_ARGUMENT, "an observation without rows")
+    if max(observe.tokens) >= 2**31:
+        raise AerieError(Reason.INVALID_ARGUMENT, f"token {max(observe.tokens)} is outside of any vocabulary")
     return Observe(session, observe.epoch, values.read_features(observe.features), tuple(observe.tokens))
 
 

@@ -147,6 +147,10 @@ def read_generate(request: pb.GenerateRequest) -> Generate:
     match request.WhichOneof("prompt"):
         case "conversation":
             prompt = [{"role": turn.role, "content": turn.content} for turn in request.conversation.messages]
+            if not prompt:
+                raise AerieError(Reason.PROMPT_EMPTY, "the conversation has no message")
+            if not all(turn["role"] for turn in prompt):
+                raise AerieError(Reason.INVALID_ARGUMENT, "a message of the conversation has no role")
         case "text":
             prompt = request.text
         case "tokens":

@@ -17,6 +17,9 @@ from services.speculation.messages import Features, FinishReason, PortError, Tap
 from services.speculation.trees import DraftTree
 from services.speculation.warpers import Sampler
 
+MAX_BUDGET = 256
+"""No verifier takes more nodes; a drafter that grew them would hold up all its sessions."""
+
 _ELEMENTS: dict[Any, pb.ElementType.ValueType] = {
     np.dtype("<f4"): pb.ELEMENT_TYPE_FLOAT32,
     np.dtype("<f2"): pb.ELEMENT_TYPE_FLOAT16,
@@ -121,7 +124,10 @@ def read_budget(budget: pb.Budget) -> Budget:
     rule = budget.min_log_prob if budget.HasField("min_log_prob") else -math.inf
     if math.isnan(rule):
         raise _invalid("min_log_prob is not a number")
-    return Budget(budget.max_nodes, budget.max_depth, budget.top_k, rule)
+    limits = (budget.max_nodes, budget.max_depth, budget.top_k)
+    if max(limits) > MAX_BUDGET:
+        raise _invalid(f"a budget of {limits}; {MAX_BUDGET} is the most of each")
+    return Budget(*limits, rule)
 
 
 def write_sampler(sampler: Sampler) -> pb.Sampler:

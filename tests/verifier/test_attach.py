@@ -8,7 +8,7 @@ import pytest
 from services.speculation.errors import Reason
 from services.speculation.messages import Attach, History, Verdict
 from services.speculation.window import SINK_ROWS, WINDOW
-from services.verifier import host as host_module
+from services.verifier import batching
 from tests.plain import decode
 from tests.verifier.client import Client, busy_device, chain, hosting, run
 from tests.verifier.conftest import Tiny
@@ -74,7 +74,7 @@ def test_history_is_what_an_early_drafter_would_have_been_sent(tiny: Tiny):
 
 def test_rounds_go_on_beside_the_history(tiny: Tiny, monkeypatch):
     """A verify of the same session in the same batch: neither sees the other's rows."""
-    monkeypatch.setattr(host_module, "PREFILL_ROWS", 2)
+    monkeypatch.setattr(batching, "PREFILL_ROWS", 2)
     expected = decode(tiny.plain, PROMPT, 8).tokens
 
     async def play():

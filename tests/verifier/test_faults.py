@@ -168,7 +168,7 @@ def test_a_lost_batch_fails_its_sessions_and_the_host_goes_on(tiny: Tiny, monkey
             clients = [Client(host, str(i)) for i in range(3)]
             for client in clients:
                 await client.open(PROMPT)
-            fail_once(monkeypatch, host, "_take")
+            fail_once(monkeypatch, host_module, "take_batch")
             clients[0].tell(clients[0].verify(clients[0].root()))
             for client in clients:
                 error = await client.refused()

@@ -11,7 +11,7 @@ from services.runtime.device import device_thread
 from services.speculation import window as window_module
 from services.speculation.trees import DraftTree
 from services.speculation.warpers import Sampler
-from services.verifier import host as host_module
+from services.verifier import batching
 from tests.plain import GREEDY, PlainRun, decode, relative_error
 from tests.targets.test_target import hidden_states
 from tests.tiny import write_tiny_llama
@@ -80,7 +80,7 @@ def test_seed_decides_and_trees_do_not(tiny: Tiny):
 @pytest.mark.parametrize("rows", [512, 4, 11, 10])
 def test_history_brings_the_features_of_every_prompt_position(tiny: Tiny, monkeypatch, rows: int):
     """Row i goes with the token at i + 1; the last one's is the first pending token. Slices change nothing."""
-    monkeypatch.setattr(host_module, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(batching, "PREFILL_ROWS", rows)
     taps = (0, 2, "final")
     expected = hidden_states(tiny.plain, PROMPT)
 
@@ -104,7 +104,7 @@ def test_history_brings_the_features_of_every_prompt_position(tiny: Tiny, monkey
 @pytest.mark.parametrize("rows", [512, 4, 11])
 def test_history_leaves_out_rows_that_no_drafter_keeps(tiny: Tiny, monkeypatch, rows: int):
     """Positions before the last 5 are sent up to the sinks, each with the token that follows it."""
-    monkeypatch.setattr(host_module, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(batching, "PREFILL_ROWS", rows)
     monkeypatch.setattr(window_module, "WINDOW", 5)
     expected = hidden_states(tiny.plain, PROMPT)
     kept = [p for p in range(len(PROMPT)) if p < 4 or p >= len(PROMPT) - 5]
@@ -237,7 +237,7 @@ def test_work_that_waits_together_is_one_batch(tiny: Tiny):
 
 def test_prompts_wait_in_slices_while_others_go_on(tiny: Tiny, monkeypatch):
     """No batch holds more prompt rows than allowed, and a running session's rounds pass the long prompt by."""
-    monkeypatch.setattr(host_module, "PREFILL_ROWS", 8)
+    monkeypatch.setattr(batching, "PREFILL_ROWS", 8)
     sizes, forward = [], tiny.target.forward
 
     def spy(rows, taps):

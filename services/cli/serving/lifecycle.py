@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from services.cli.serving.process import Process
-from services.runtime.addresses import check_exposure, parse_address
+from services.runtime.addresses import check_exposure, check_free, parse_address
 from services.runtime.grpc_server import start_server
 from services.runtime.logs import configure_logging
 from services.runtime.membership import Membership
@@ -70,6 +70,7 @@ def _check_listening(process: Process, options: argparse.Namespace) -> None:
     for flag, keys in (("listen", process.security.keys), ("http", process.api_keys), ("metrics", ())):
         if text := getattr(options, flag, None):
             check_exposure(parse_address(text, f"--{flag}"), keys, options.insecure)
+            check_free(parse_address(text, f"--{flag}"))
     process.security.credentials()
 
 

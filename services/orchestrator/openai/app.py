@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,6 +24,9 @@ from services.orchestrator.openai.responses import CHAT, COMPLETION, Bodies, End
 from services.orchestrator.service import Orchestrator
 from services.runtime.actor import log_incident
 from services.speculation.errors import AerieError, Reason
+from services.speculation.messages import TargetInfo
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +84,12 @@ class _Gateway:
         self._created = int(time.time())
 
     async def chat(self, request: HttpRequest) -> Answer:
-        body = read_chat(await _read_json(request), self._orchestrator.info)
+        body = await _read(request, read_chat, self._orchestrator.info)
         tokens = await self._encoded(CHAT, self._orchestrator.encode_chat, body.messages)
         return self._answer(CHAT, [tokens], body.options)
 
     async def completion(self, request: HttpRequest) -> Answer:
-        body = read_completion(await _read_json(request), self._orchestrator.info)
+        body = await _read(request, read_completion, self._orchestrator.info)
         prompts = []
         for prompt in body.prompts:
             text = isinstance(prompt, str)
@@ -139,8 +142,14 @@ def _check_length(endpoint: Endpoint, length: int, context_length: int) -> None:
         raise refused(AerieError(Reason.PROMPT_TOO_LONG, message), endpoint.prompt)
 
 
-async def _read_json(request: HttpRequest) -> dict[str, Any]:
-    """The body, an object. Raises HttpError (400 or 413)."""
+async def _read(request: HttpRequest, read: Callable[[dict[str, Any], TargetInfo], T], info: TargetInfo) -> T:
+    """The body as ``read`` takes it, beside the event loop: millions of token ids take their time."""
+    body = await _read_body(request)
+    return await asyncio.to_thread(lambda: read(_parse(body), info))
+
+
+async def _read_body(request: HttpRequest) -> bytes:
+    """Raises HttpError (400 or 413)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HttpError(400, f"the content type must be application/json, not {kind!r}", "invalid_content_type")
@@ -152,8 +161,13 @@ async def _read_json(request: HttpRequest) -> dict[str, Any]:
         body += piece
         if len(body) > BODY_BYTES:
             _too_large()
+    return bytes(body)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    """The body, an object. Raises HttpError (400)."""
     try:
-        value = json.loads(bytes(body), parse_constant=_no_number)
+        value = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError):
         raise HttpError(400, "the body is not JSON", "invalid_json") from None
     if not isinstance(value, dict):

@@ -44,7 +44,7 @@ class HttpError(Exception):
         self.status = status
         self.message = message if len(message) <= MESSAGE_LENGTH else message[: MESSAGE_LENGTH - 1] + "…"
         self.code = code
-        self.param = param
+        self.param = param if param is None else param[:MESSAGE_LENGTH]
         self.headers = dict(headers or {})
 
     @property

@@ -3,17 +3,16 @@
 import asyncio
 import contextlib
 import copy
-import errno
 import logging
 import os
 import socket
 import ssl
-import stat
 from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.runtime.addresses import make_way
 from services.speculation.errors import AerieError, Reason
 
 log = logging.getLogger(__name__)
@@ -165,12 +164,7 @@ async def _listen(address: str) -> tuple[socket.socket, str]:
 
 def _listen_unix(path: str) -> socket.socket:
     """A socket file, in place of one that nobody listens on any more."""
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-                probe.connect(path)
-                raise OSError(errno.EADDRINUSE, "a server listens there already")
-            os.unlink(path)
+    make_way(path)
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(path)
