@@ -46,6 +46,8 @@ def parse_address(text: str, name: str = "address") -> Address:
     host, separator, port = text.rpartition(":")
     if not separator or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise _invalid(name, text, "it must be host:port or unix:PATH")
+    if "/" in host:
+        raise _invalid(name, text, "it must be host:port or unix:PATH, without a scheme or a path")
     if host.startswith("[") != host.endswith("]") or (":" in host and not host.startswith("[")) or " " in host:
         raise _invalid(name, text, "an IPv6 host stands in brackets")
     return Address(text, host, int(port))

@@ -20,7 +20,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt may take: a busy service accepts late
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 _OPEN = ("/grpc.health.v1.Health/",)

@@ -234,7 +234,7 @@ def test_chat_goes_on_after_a_refused_turn_and_forgets_it(aerie, tiny, answers, 
 
     monkeypatch.setattr(Engine, "stream", refuse_second)
     run = aerie("chat", "--target", tiny, "--drafter", "off", "--max-tokens", "2", stdin=b"one\ntwo\nthree")
-    assert run.code == 0
+    assert run.code == 1  # no person reads along
     assert run.err == "aerie: PROMPT_TOO_LONG: too long\n"
     assert [m["content"] for m in answers[2] if m["role"] == "user"] == ["one", "three"]
 

@@ -152,10 +152,10 @@ def test_a_late_draft_costs_rounds_and_not_the_drafter():
     tokens, done, events, _ = play(offer_of(late, pace=quick_pace()), Supply())
     assert tokens == ALL
     assert done.drafter_lost is None
-    assert done.stats.late_rounds == 2
-    assert done.stats.fallback_rounds >= 2
-    rounds = [data for topic, data in events if topic == "round.committed"]
-    assert [data["round"] for data in rounds if data["late"]] == [2, 9]
+    assert done.stats.fallback_rounds >= done.stats.late_rounds >= 2
+    late_rounds = [data["round"] for topic, data in events if topic == "round.committed" and data["late"]]
+    assert {2, 9} <= set(late_rounds)  # and those that a busy machine delays
+    assert len(late_rounds) == done.stats.late_rounds
     # Every row came, once and in order.
     read = [m.observe if isinstance(m, Draft) else m for m in late.sent]
     observes = [m for m in read if isinstance(m, Observe)]

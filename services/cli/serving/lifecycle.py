@@ -82,6 +82,7 @@ async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.T
             hosted.add(server)
 
     server, address, health = await start_server(options.listen, add, names, process.security)
+    process.on_end(lambda: server.stop(0.5))  # also when what follows cannot start
     process.readiness = readiness = Readiness(health, names, process.checks)
     readiness.start()
     if process.http:
@@ -104,7 +105,6 @@ async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.T
         await membership.stop()
     await _drain(process, 0.0 if failed else options.drain)
     await readiness.stop()
-    await server.stop(0.5)
     return 1 if failed else 0
 
 
