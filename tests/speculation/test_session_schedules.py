@@ -163,7 +163,7 @@ def test_the_schedules_meet_every_fault_and_every_end():
     runs = [run_with_faults(seed) for seed in range(300)]
     seen = sum((run.seen for run in runs), Counter())
     assert set(seen) - {"once more"} == {"stale", "wrong root", "by chance", "refused", "late", "joined", "resynced"}
-    assert min(seen.values()) >= 5
+    assert min(count for fault, count in seen.items() if fault != "once more") >= 5
     ends = Counter(type(run.outcome).__name__ if isinstance(run.outcome, Fail) else run.outcome.reason for run in runs)
     assert set(ends) == {"Fail", "cancelled", "stop", "length"}
     assert min(ends.values()) >= 5
