@@ -9,7 +9,7 @@ from pathlib import Path
 from services import __version__
 from services.orchestrator.text import MAX_STOP_LENGTH, MAX_STOPS
 from services.speculation.errors import Reason
-from services.targets.loader import MAX_TREE_NODES
+from services.speculation.growth import MAX_TREE_NODES
 
 ROOT = Path(__file__).parent.parent
 

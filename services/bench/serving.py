@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.bench.prompts import read_prompts
+from services.cli.parser_shared import at_least
 from services.client import AerieError, Client
 from services.embedded import Engine
 
@@ -27,12 +28,13 @@ PARTS = ("draft", "verify", "network", "queue", "overhead")
 def main() -> int:
     """Run and print; 1 when the two forms disagree."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=int, default=6, help="prompts (default: 6)")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--limit", type=at_least(1), default=6, help="prompts, of all kinds (default: 6)")
+    parser.add_argument("--max-tokens", type=at_least(2), default=96, help="of an answer (default: 96)")
+    parser.add_argument("--repetitions", type=at_least(1), default=3, help="of each prompt (default: 3)")
     options = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {"three processes": [], "embedded": []}
-    prompts = [prompt.text for prompt in read_prompts()[:: max(1, 24 // options.limit)]][: options.limit]
+    prompts = [prompt.text for prompt in read_prompts()]
+    prompts = prompts[:: max(1, len(prompts) // options.limit)][: options.limit]
     with three_processes() as address, Client(address) as client, Engine.load("smollm2", "eagle3") as engine:
         client.generate(prompts[0], max_tokens=32)  # once unmeasured
         engine.generate(prompts[0], max_tokens=32)
@@ -78,7 +80,8 @@ def three_processes() -> Iterator[str]:
         try:
             for kind, arguments in told.items():
                 command = ["serve", kind, "--listen", sockets[kind], "--log-level", "error", *arguments]
-                started.append(subprocess.Popen([sys.executable, "-m", "services.cli.main", *command], stdout=2))
+                aerie = [sys.executable, "-m", "services.cli.main", *command]
+                started.append(subprocess.Popen(aerie, stdout=subprocess.DEVNULL))
             with Client(sockets["orchestrator"], retries=0) as client:
                 wait_for_drafter(client)
             yield sockets["orchestrator"]

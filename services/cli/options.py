@@ -12,6 +12,7 @@ from services.drafter.eagle3.config import Overrides
 from services.orchestrator.routing import TreeOptions
 from services.orchestrator.text import check_stops
 from services.runtime.addresses import parse_address
+from services.speculation.growth import MAX_TREE_NODES
 from services.speculation.warpers import Sampler
 
 MAX_THREADS = 1024
@@ -55,11 +56,8 @@ def overrides(options: argparse.Namespace) -> Overrides:
 
 def tree(options: argparse.Namespace) -> TreeOptions:
     """The overrides of the tree preset (UsageError when out of range; a service has a limit of its own)."""
-    if options.connect is None:
-        from services.targets.loader import MAX_TREE_NODES
-
-        if options.tree_nodes is not None and not 1 <= options.tree_nodes <= MAX_TREE_NODES:
-            raise UsageError(f"--tree-nodes must be 1..{MAX_TREE_NODES}, not {options.tree_nodes}")
+    if options.connect is None and options.tree_nodes is not None and not 1 <= options.tree_nodes <= MAX_TREE_NODES:
+        raise UsageError(f"--tree-nodes must be 1..{MAX_TREE_NODES}, not {options.tree_nodes}")
     for flag, value in (("nodes", options.tree_nodes), ("depth", options.tree_depth), ("topk", options.tree_topk)):
         if value is not None and not 1 <= value < 2**32:
             raise UsageError(f"--tree-{flag} must be 1 or more, not {value}")

@@ -154,7 +154,8 @@ class Orchestrator:
             AerieError: For what is refused or fails.
         """
         self._check(request)
-        ends_at, arrived = None if seconds is None else time.monotonic() + seconds, time.perf_counter()
+        arrived = time.perf_counter()
+        ends_at = None if seconds is None else time.monotonic() + seconds
         async with self._turn():
             chunks = self._session(request, ends_at, arrived).chunks()
             try:

@@ -21,6 +21,15 @@ MAX_STOP_LENGTH = 1024
 """Limits of stop strings: how many, and characters of each."""
 
 
+def is_text(text: str) -> bool:
+    """JSON and Python can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_stops(stop: Sequence[str]) -> None:
     """Refuse stop strings that no generation takes.
 
@@ -34,7 +43,7 @@ def check_stops(stop: Sequence[str]) -> None:
     for s in stop:
         if not s:
             raise AerieError(Reason.INVALID_ARGUMENT, "a stop string is empty")
-        if not s.isprintable() and any(0xD800 <= ord(character) < 0xE000 for character in s):
+        if not is_text(s):
             raise AerieError(Reason.INVALID_ARGUMENT, "a stop string holds half a character (a lone surrogate)")
         if len(s) > MAX_STOP_LENGTH:
             message = f"a stop string of {len(s)} characters; {MAX_STOP_LENGTH} are the most"

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 16 * 2**20
 """Largest message, on both sides; features travel in slices far below it."""
+FILE_BYTES = 128 * 2**20
+"""Largest answer that is a file (a tokenizer), for those who ask on a channel with ``BULK_OPTIONS``."""
 Reply = Callable[[Any], None]
 
 

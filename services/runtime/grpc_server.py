@@ -7,13 +7,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.runtime.addresses import check_free, parse_address
-from services.runtime.bridge import MESSAGE_BYTES
+from services.runtime.bridge import FILE_BYTES, MESSAGE_BYTES
 from services.runtime.rich_status import GuardInterceptor
 from services.runtime.security import KeyInterceptor, ServerSecurity
 from services.speculation.errors import AerieError, Reason
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", FILE_BYTES),  # streams of messages keep to MESSAGE_BYTES themselves
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     # Clients ping idle streams during long generations: never an offence.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

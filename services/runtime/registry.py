@@ -96,8 +96,7 @@ def write_entry(entry: Entry) -> str:
         raise ValueError(f"{entry.name!r} cannot name an instance: 1..{NAME_LENGTH} printable characters can")
     if entry.kind not in KINDS:
         raise ValueError(f"{entry.kind!r} is no kind of service: {', '.join(KINDS)} are")
-    values = {"name": entry.name, "kind": entry.kind, "address": entry.address, "data": dict(entry.data)}
-    return write_object(values)
+    return write_object({"name": entry.name, "kind": entry.kind, "address": entry.address, "data": dict(entry.data)})
 
 
 def read_entry(text: str | bytes) -> Entry:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from services.runtime.bridge import MESSAGE_BYTES
+from services.runtime.bridge import FILE_BYTES, MESSAGE_BYTES
 from services.runtime.rich_status import rich_status
 from services.speculation.errors import AerieError, Reason
 
@@ -23,6 +23,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt may take: a busy service accepts late
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+BULK_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", FILE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # channels to one address would share their connection
+)
+"""What a channel for files and history has besides."""
 _OPEN = ("/grpc.health.v1.Health/",)
 """What needs no key: probes have none."""
 
@@ -101,7 +106,7 @@ class ChannelSecurity:
 
     def open(self, address: str, options: Iterable[tuple[str, Any]] = ()) -> grpc.aio.Channel:
         """A channel. Raises AerieError: INVALID_ARGUMENT, a file is missing or cannot be read."""
-        all_options = [*CHANNEL_OPTIONS, *options]
+        all_options = list({**dict(CHANNEL_OPTIONS), **dict(options)}.items())  # of two values gRPC takes the first
         interceptors = _showing(self.key) if self.key else []
         if self.ca is None:
             if self.cert or self.cert_key:

@@ -16,6 +16,10 @@ from services.speculation.trees import DraftTree
 _LOWEST = float(np.finfo(np.float32).min)  # trees carry float32: sums below it would turn into -inf
 
 
+MAX_TREE_NODES = 256
+"""No target verifies larger trees, and no drafter grows them."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """What the orchestrator allows one draft.

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kernels._cuda import on_cuda
 from services.speculation.errors import AerieError, Reason
+from services.speculation.growth import MAX_TREE_NODES
 from services.speculation.messages import TargetInfo
 from services.targets import cpu, cuda, seams, selfcheck
 from services.targets.compiled import CompiledForward
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MAX_TREE_NODES = 256
 # What configs of EAGLE-style drafters say and those of language models do not.
 _DRAFTER_KEYS = ("eagle_config", "draft_vocab_size", "truncated_vocab_size", "speculators_model_type", "aerie")
 

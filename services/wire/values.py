@@ -12,13 +12,10 @@ from aerie.types.v1 import types_pb2 as pb
 from numpy.typing import NDArray
 
 from services.speculation.errors import AerieError, Reason
-from services.speculation.growth import Budget
+from services.speculation.growth import MAX_TREE_NODES, Budget
 from services.speculation.messages import Features, FinishReason, PortError, Tap, TokenLogProbs
 from services.speculation.trees import DraftTree
 from services.speculation.warpers import Sampler
-
-MAX_BUDGET = 256
-"""No verifier takes more nodes; a drafter that grew them would hold up all its sessions."""
 
 _ELEMENTS: dict[Any, pb.ElementType.ValueType] = {
     np.dtype("<f4"): pb.ELEMENT_TYPE_FLOAT32,
@@ -124,10 +121,9 @@ def read_budget(budget: pb.Budget) -> Budget:
     rule = budget.min_log_prob if budget.HasField("min_log_prob") else -math.inf
     if math.isnan(rule):
         raise _invalid("min_log_prob is not a number")
-    limits = (budget.max_nodes, budget.max_depth, budget.top_k)
-    if max(limits) > MAX_BUDGET:
-        raise _invalid(f"a budget of {limits}; {MAX_BUDGET} is the most of each")
-    return Budget(*limits, rule)
+    if budget.max_nodes > MAX_TREE_NODES:
+        raise _invalid(f"a budget of {budget.max_nodes} nodes; {MAX_TREE_NODES} are the most")
+    return Budget(budget.max_nodes, budget.max_depth, budget.top_k, rule)
 
 
 def write_sampler(sampler: Sampler) -> pb.Sampler:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -15,7 +16,7 @@ from services.runtime.actor import Actor
 from services.runtime.bridge import MESSAGE_BYTES
 from services.runtime.gate import Gate
 from services.runtime.grpc_server import start_server
-from services.runtime.security import CHANNEL_OPTIONS
+from services.runtime.security import BULK_OPTIONS, CHANNEL_OPTIONS, OPEN
 from services.speculation.errors import AerieError, Reason
 from services.speculation.messages import Features, History, Open, PortError, Prefilled, Verdict, Verify
 from services.speculation.trees import DraftTree
@@ -68,7 +69,7 @@ async def wide(tmp_path) -> AsyncIterator[tuple[WideHost, VerifierServicer, Grpc
     own_connection = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     async with (
         grpc.aio.insecure_channel(address, options=own_connection) as channel,
-        grpc.aio.insecure_channel(address, options=own_connection) as bulk,
+        OPEN.open(address, BULK_OPTIONS) as bulk,
     ):
         yield host, servicer, GrpcVerifierPort(channel, bulk), channel
     await server.stop(0)
@@ -184,6 +185,19 @@ def test_an_answer_over_the_limit_is_an_error_of_its_session(tmp_path, monkeypat
         await stream.send(Verify("s", 0, 1, 4, DraftTree.root(7)))
         assert isinstance(await stream.receive(), Verdict)
         await stream.close()
+
+    play(scenario, tmp_path)
+
+
+def test_a_tokenizer_may_be_larger_than_a_message(tmp_path):
+    """Some are 33 MB; over the channel of rounds they do not come."""
+
+    async def scenario(host, servicer, port, channel):
+        host.tokenizer = SimpleNamespace(tokenizer_json="x" * (40 * 2**20), chat_template=None, special_tokens={})
+        assert len((await port.tokenizer()).tokenizer_json) == 40 * 2**20
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await verifier_pb2_grpc.VerifierServiceStub(channel).GetTokenizer(verifier_pb2.GetTokenizerRequest())
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     play(scenario, tmp_path)
 

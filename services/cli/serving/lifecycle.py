@@ -69,8 +69,9 @@ def _check_listening(process: Process, options: argparse.Namespace) -> None:
     # Metrics are shown to whoever asks: no key guards them.
     for flag, keys in (("listen", process.security.keys), ("http", process.api_keys), ("metrics", ())):
         if text := getattr(options, flag, None):
-            check_exposure(parse_address(text, f"--{flag}"), keys, options.insecure)
-            check_free(parse_address(text, f"--{flag}"))
+            address = parse_address(text, f"--{flag}")
+            check_exposure(address, keys, options.insecure)
+            check_free(address)
     process.security.credentials()
 
 

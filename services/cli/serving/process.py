@@ -20,13 +20,11 @@ from services.runtime.readiness import Check, Readiness
 from services.runtime.redis_bus import RedisBus
 from services.runtime.redis_client import connect_redis
 from services.runtime.redis_registry import RedisRegistry
-from services.runtime.security import ChannelSecurity, Keys, ServerSecurity, read_keys
+from services.runtime.security import BULK_OPTIONS, ChannelSecurity, Keys, ServerSecurity, read_keys
 from services.speculation.errors import AerieError, Reason
 
 log = logging.getLogger(__name__)
 
-FILE_BYTES = 128 * 2**20
-"""Largest answer on a channel for bulk: a tokenizer's file."""
 DEFAULT_VERIFIER, DEFAULT_DRAFTER = "127.0.0.1:50051", "127.0.0.1:50052"
 
 
@@ -88,7 +86,7 @@ class Process:
             getattr(options, "cert_key", None),
         )
         self._redis_url: str | None = options.redis
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, tuple[tuple[str, int], ...]], grpc.aio.Channel] = {}
         self._ends = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> "Process":
@@ -109,20 +107,16 @@ class Process:
         """Await ``end`` when the process ends; what was registered last ends first."""
         self._ends.push_async_callback(end)
 
-    def dial(self, address: str, use: str = "rounds") -> grpc.aio.Channel:
-        """A channel to another service, one for each use."""
-        if (address, use) not in self._channels:
-            # Channels to one address would share their connection.
-            arguments: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
-            if use == "bulk":
-                arguments.append(("grpc.max_receive_message_length", FILE_BYTES))
-            channel = self._dialling.open(address, arguments)
-            self._channels[address, use] = channel
+    def dial(self, address: str, options: tuple[tuple[str, int], ...] = ()) -> grpc.aio.Channel:
+        """A channel to another service, one for each set of options."""
+        if (address, options) not in self._channels:
+            channel = self._dialling.open(address, options)
+            self._channels[address, options] = channel
             self._ends.push_async_callback(channel.close)
-        return self._channels[address, use]
+        return self._channels[address, options]
 
     def verifier_port(self, address: str) -> GrpcVerifierPort:
-        return GrpcVerifierPort(self.dial(address), self.dial(address, "bulk"))
+        return GrpcVerifierPort(self.dial(address), self.dial(address, BULK_OPTIONS))
 
     def drafter_port(self, address: str) -> GrpcDrafterPort:
         return GrpcDrafterPort(self.dial(address))

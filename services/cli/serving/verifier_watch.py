@@ -1,8 +1,13 @@
 """The orchestrator's eye on its verifier: there, the same target still, and where the registry says."""
 
+import asyncio
+
 from services.orchestrator.grpc_ports import GrpcVerifierPort
 from services.runtime.registry import Registry
 from services.speculation.messages import TargetInfo
+
+ANSWER_SECONDS = 0.5
+"""Of what whoever asks gives to it, the rest is for the registry."""
 
 
 class VerifierWatch:
@@ -28,13 +33,15 @@ class VerifierWatch:
         if self.changed:
             raise ConnectionError(self.changed)
         try:
-            await self._port.check_ready()
-        except ConnectionError:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._port.check_ready()
+        except (ConnectionError, TimeoutError) as error:
             self._away = True
             await self._look_elsewhere()
-            raise
+            raise ConnectionError(str(error) or "it does not answer") from None
         if self._away:
             await self._compare()
+            self._away = False
 
     async def _compare(self) -> None:
         """After it was away: whoever answers now may serve another target."""
@@ -42,7 +49,6 @@ class VerifierWatch:
         if info.weights_fingerprint != self._info.weights_fingerprint:
             self.changed = f"the verifier at {self._address} serves another target now: {info.name}"
             raise ConnectionError(self.changed)
-        self._away = False
 
     async def _look_elsewhere(self) -> None:
         if self._registry is None:

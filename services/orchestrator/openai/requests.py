@@ -16,7 +16,7 @@ from services.orchestrator.openai.errors import HttpError
 from services.orchestrator.openai.fields import Fields
 from services.orchestrator.routing import TreeOptions
 from services.orchestrator.service import Request
-from services.orchestrator.text import check_stops
+from services.orchestrator.text import check_stops, is_text
 from services.speculation.errors import is_integer
 from services.speculation.messages import TargetInfo
 from services.speculation.noise import choice_seed
@@ -270,9 +270,7 @@ def _prompts(fields: Fields, vocab_size: int) -> tuple[str | tuple[int, ...], ..
 
 def _prompt(fields: Fields, prompt: Any, vocab_size: int) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
+        if not is_text(prompt):
             fields.refuse("prompt", "prompt holds half a character (a lone surrogate)")
         return prompt
     if not isinstance(prompt, list) or not all(is_integer(token) for token in prompt):

@@ -110,6 +110,7 @@ WRONG = [
     (COMPLETION, {"prompt": []}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": 5}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": "\ud800"}, "prompt", "invalid_value"),
+    (COMPLETION, {"stop": "\ud800"}, "stop", "invalid_value"),
     (COMPLETION, {"prompt": ["a", 5]}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": [1, 10**30]}, "prompt", "invalid_value"),
     (COMPLETION, {"prompt": [-1]}, "prompt", "invalid_value"),
