@@ -181,6 +181,10 @@ class Generation(Actor[Mail]):
                 await self._verifier.close()
                 self._publish_end(ended)
 
+    def fail(self, error: AerieError) -> None:
+        """End with ``error``; whoever iterates over ``chunks`` gets it."""
+        self._out.put_nowait(error)
+
     async def started(self) -> None:
         self._reader = asyncio.create_task(self._read_verifier(), name=f"{self.name} reader")
         if self._supply:

@@ -216,12 +216,16 @@ async def _asked(call: Any) -> Any:
         raise ConnectionError(_describe(error)) from None
 
 
+class NotReady(ConnectionError):
+    """The service answers, and says that it takes no sessions now."""
+
+
 async def check_ready(channel: grpc.aio.Channel, service: str) -> None:
-    """Raises ConnectionError: The service is not there, or takes no sessions."""
+    """Raises ConnectionError: The service is not there, or takes no sessions (NotReady)."""
     request = health_pb2.HealthCheckRequest(service=service)
     answer = await _asked(health_pb2_grpc.HealthStub(channel).Check(request, timeout=ASK_SECONDS))
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise ConnectionError("it is not ready")
+        raise NotReady("it is not ready")
 
 
 class GrpcVerifierPort:

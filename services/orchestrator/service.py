@@ -103,6 +103,7 @@ class Orchestrator:
         directory: Knows the drafters.
         bus: Where events are published.
         limits: How many sessions run, and how many wait.
+        unavailable: Why the verifier takes no requests now, or None.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Orchestrator:
         directory: Directory,
         bus: Bus,
         limits: Limits = DEFAULT_LIMITS,
+        unavailable: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
@@ -123,6 +125,9 @@ class Orchestrator:
         self._bus = bus
         self._warned = False
         self._limits = limits
+        self._unavailable = unavailable
+        self._sessions: set[Generation] = set()
+        self._cut_off: str | None = None
         self._turns = asyncio.Semaphore(limits.sessions)
         self.running = 0
         self.waiting = 0
@@ -157,15 +162,31 @@ class Orchestrator:
         arrived = time.perf_counter()
         ends_at = None if seconds is None else time.monotonic() + seconds
         async with self._turn():
-            chunks = self._session(request, ends_at, arrived).chunks()
+            self._check_going_on()
+            session = self._session(request, ends_at, arrived)
+            self._sessions.add(session)
+            chunks = session.chunks()
             try:
                 async for item in chunks:
                     yield item
             finally:
+                self._sessions.discard(session)
                 await chunks.aclose()  # type: ignore[attr-defined]
+
+    def cut_off(self, why: str) -> None:
+        """End every session, those that wait too, with an error (SERVICE_UNAVAILABLE) that their clients read."""
+        self._cut_off = why
+        for session in self._sessions:
+            session.fail(AerieError(Reason.SERVICE_UNAVAILABLE, why))
+
+    def _check_going_on(self) -> None:
+        if self._cut_off:
+            raise AerieError(Reason.SERVICE_UNAVAILABLE, self._cut_off)
 
     def _check(self, request: Request) -> None:
         try:
+            if why := self._unavailable():
+                raise AerieError(Reason.SERVICE_UNAVAILABLE, why)
             request.check()
             request.tree.budget(self.info)
             pick_drafter(self.directory, request.drafter)  # one that is named and not there is refused at once

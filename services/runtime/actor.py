@@ -1,4 +1,4 @@
-"""Actors: asyncio tasks with a bounded mailbox, ask with a deadline, supervision and drain."""
+"""Actors: asyncio tasks with a bounded mailbox, ask with a deadline, and drain."""
 
 import asyncio
 import logging
@@ -54,6 +54,13 @@ class Actor(Generic[M]):
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=self.name)
+
+    async def ended(self) -> BaseException | None:
+        """Wait until the actor has ended; returns what it failed with, None when it was stopped."""
+        if self._task is None:
+            raise ActorStopped(f"{self.name} has not started")
+        await asyncio.wait((self._task,))
+        return None if self._task.cancelled() else self._task.exception()
 
     def on_stop(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back once the actor has stopped, for whatever reason. Calling what is returned takes that back."""
@@ -159,34 +166,3 @@ class Actor(Generic[M]):
             raise
         finally:
             await self.stopped()
-
-
-async def supervise(
-    make: Callable[[], Actor[Any]],
-    started: Callable[[Actor[Any]], None],
-    backoff: tuple[float, ...] = (0.1, 0.5, 2.0),
-) -> None:
-    """Keep one actor running: restart it after a failure, waiting longer each time, then give up and raise.
-
-    Args:
-        make: Builds a fresh actor.
-        started: Told of every actor that runs.
-        backoff: Seconds before each restart; its length bounds the restarts.
-    """
-    for delay in (*backoff, None):
-        actor = make()
-        actor.start()
-        started(actor)
-        task = actor._task
-        assert task is not None
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError:
-            await actor.stop()
-            raise
-        if task.cancelled() or task.exception() is None:
-            return
-        if delay is None:
-            raise ActorStopped(f"{actor.name} failed {len(backoff) + 1} times") from task.exception()
-        log.warning("%s restarts in %g s", actor.name, delay)
-        await asyncio.sleep(delay)

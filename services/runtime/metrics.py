@@ -1,7 +1,7 @@
 """Prometheus metrics of one process: a registry of its own, and the page that shows it."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
@@ -9,10 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.runtime.actor import Actor
 from services.runtime.addresses import parse_address
 from services.runtime.bus import Bus
 from services.speculation.errors import AerieError, Reason
+
+
+class Mailbox(Protocol):
+    """An actor, or its supervisor."""
+
+    @property
+    def waiting(self) -> int: ...
 
 
 class ProcessMetrics:
@@ -34,7 +40,7 @@ class ProcessMetrics:
         """A gauge that is read when somebody asks."""
         Gauge(name, text, registry=self.registry).set_function(read)
 
-    def watch(self, actors: Mapping[str, Actor[Any]]) -> None:
+    def watch(self, actors: Mapping[str, Mailbox]) -> None:
         """Show how many messages wait in actors, by name."""
         for name, actor in actors.items():
             self._depths.labels(name).set_function(lambda actor=actor: actor.waiting)  # type: ignore[misc]

@@ -114,11 +114,11 @@ class VerifierHost(Actor[FromClient | Closed]):
             session = getattr(message.message, "session", "")
             message.reply(PortError(session, Reason.INTERNAL, incident))
 
-    def fail_sessions(self, message: str) -> None:
+    def fail_sessions(self, message: str, reason: Reason = Reason.INTERNAL) -> None:
         """End every session with an error; new ones may open."""
         for session in list(self.sessions.values()):
             self._close(session)
-            session.reply(PortError(session.request.session, Reason.INTERNAL, message))
+            session.reply(PortError(session.request.session, reason, message))
 
     async def shared_tensor(self, name: str) -> NDArray[np.uint16]:
         """A weight that drafters share, as bits of bfloat16: see ``Target.tensor``."""

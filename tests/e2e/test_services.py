@@ -257,6 +257,52 @@ def test_a_lost_verifier_ends_its_sessions_and_comes_back(tiny, drafter, plain):
         until(answers, 30)
 
 
+def test_a_frozen_verifier_gets_no_more_requests(tiny, drafter, plain):
+    """They would hang until a keepalive notices; its sessions go on when it does."""
+    with Services(tiny, drafter) as services:
+        verifier = services.verifier().wait_ready()
+        services.orchestrator(drafters=()).wait_ready()
+
+        def refused() -> bool:
+            try:
+                with Client(services.socket("o"), retries=0) as client:
+                    client.generate(PROMPT, max_tokens=3, deadline=0.5)
+            except AerieError as error:
+                return error.reason is Reason.SERVICE_UNAVAILABLE
+            return False
+
+        def freeze() -> None:
+            verifier.send(signal.SIGSTOP)
+            until(refused, 10)
+            verifier.send(signal.SIGCONT)
+
+        tokens, _ = stream(services.socket("o"), at=20, act=freeze)
+        assert tokens == plain(LONG)
+        until(lambda: not refused(), 10)
+
+
+def test_what_a_drain_cuts_off_says_so(tiny, drafter):
+    with Services(tiny, drafter) as services:
+        services.verifier().wait_ready()
+        orchestrator = services.orchestrator("--drain", "0", drafters=()).wait_ready()
+        with pytest.raises(AerieError) as cut:
+            stream(services.socket("o"), at=20, act=lambda: orchestrator.send(signal.SIGTERM))
+        assert (cut.value.reason, cut.value.message) == (Reason.SERVICE_UNAVAILABLE, "the orchestrator shuts down")
+        assert orchestrator.process.wait(20) == 0
+        assert "Traceback" not in orchestrator.log.read_text()
+
+
+def test_what_a_verifier_that_drains_cuts_off_says_so(tiny, drafter):
+    with Services(tiny, drafter) as services:
+        verifier = services.verifier("--drain", "0").wait_ready()
+        services.orchestrator(drafters=()).wait_ready()
+        with pytest.raises(AerieError) as cut:
+            stream(services.socket("o"), at=20, act=lambda: verifier.send(signal.SIGTERM))
+        assert (cut.value.reason, cut.value.message) == (Reason.SERVICE_UNAVAILABLE, "the verifier shuts down")
+        assert verifier.process.wait(20) == 0
+        assert "Traceback" not in verifier.log.read_text()
+
+
 def test_a_verifier_that_returns_with_another_target_ends_the_orchestrator(tiny, drafter, tmp_path):
     """Its tokenizer, its limits and its drafters are those of the first target: a supervisor starts it again."""
     other = str(write_tiny_llama(tmp_path / "other", seed=1))

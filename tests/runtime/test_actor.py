@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from services.runtime.actor import Actor, ActorStopped, MailboxFull, log_incident, supervise
+from services.runtime.actor import Actor, ActorStopped, MailboxFull, log_incident
 
 
 class Recorder(Actor):
@@ -357,66 +357,5 @@ def test_an_actor_can_stop_itself():
         actor.tell(actor.stop)
         await settle(actor)
         assert actor.log == ["started", "stopped"]
-
-    run(scenario)
-
-
-def test_supervise_restarts_a_failed_actor(caplog):
-    async def scenario():
-        running, made = asyncio.Queue(), []
-
-        def make():
-            made.append(Recorder())
-            return made[-1]
-
-        supervisor = asyncio.create_task(supervise(make, running.put_nowait, backoff=(0.0, 0.0)))
-        (await running.get()).tell(fail)
-        second = await running.get()
-        assert second is made[1] is not made[0]
-        assert await second.ask(lambda reply: reply) == 0
-        await second.stop()
-        await supervisor
-        assert len(made) == 2
-
-    with caplog.at_level(logging.WARNING):
-        run(scenario)
-    assert "recorder failed" in caplog.text
-    assert "RuntimeError: broken" in caplog.text
-    assert "recorder restarts in 0 s" in caplog.text
-
-
-def test_supervise_gives_up_and_waits_longer_each_time(monkeypatch):
-    async def scenario():
-        slept, made, sleep = [], [], asyncio.sleep
-
-        async def record(delay):
-            slept.append(delay)
-            await sleep(0)
-
-        monkeypatch.setattr(asyncio, "sleep", record)
-
-        def started(actor):
-            made.append(actor)
-            actor.tell(fail)
-
-        with pytest.raises(ActorStopped, match="4 times") as given_up:
-            await supervise(Recorder, started)
-        assert isinstance(given_up.value.__cause__, RuntimeError)
-        assert slept == [0.1, 0.5, 2.0]
-        assert len(made) == 4
-        assert not any(actor.alive for actor in made)
-
-    run(scenario)
-
-
-def test_a_cancelled_supervisor_stops_its_actor():
-    async def scenario():
-        actors = []
-        supervisor = asyncio.create_task(supervise(Recorder, actors.append))
-        await asyncio.sleep(0.01)
-        supervisor.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await supervisor
-        assert actors[0].log == ["started", "stopped"]
 
     run(scenario)

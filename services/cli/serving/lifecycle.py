@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from services.cli.serving.process import Process
@@ -16,6 +17,7 @@ from services.runtime.logs import configure_logging
 from services.runtime.membership import Membership
 from services.runtime.readiness import Readiness
 from services.runtime.registry import Entry
+from services.runtime.supervisor import Supervisor
 from services.speculation.errors import AerieError, Reason
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ Start = Callable[[Process, argparse.Namespace], Awaitable[None]]
 """Builds what a process serves."""
 WAIT_SECONDS = 120.0
 """A service waits no longer for the services that it needs to start."""
+CUT_SECONDS = 1.0
+"""What is cut off at the end of a drain has that long to tell its clients."""
 FATAL_SECONDS = 1.0
 """How often a process looks whether it can still serve."""
 
@@ -84,8 +88,9 @@ async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.T
 
     server, address, health = await start_server(options.listen, add, names, process.security)
     process.on_end(lambda: server.stop(0.5))  # also when what follows cannot start
-    process.readiness = readiness = Readiness(health, names, process.checks)
-    readiness.start()
+    readiness = Supervisor(lambda: Readiness(health, names, process.checks))
+    process.readiness = readiness
+    process.supervise("readiness", readiness)
     if process.http:
         await process.http.start(options.http)
     if options.metrics:
@@ -100,7 +105,7 @@ async def _serve(process: Process, options: argparse.Namespace, told: "asyncio.T
         log.error("this process can serve no longer: %s", failure.result())
     failure.cancel()
     # In this order: nobody is sent here any more, nothing new begins, what runs finishes.
-    await readiness.withdraw()
+    await readiness.actor.withdraw()
     process.gate.close()
     for membership in memberships:
         await membership.stop()
@@ -113,10 +118,18 @@ async def _drain(process: Process, seconds: float) -> None:
     log.info("draining: %d sessions run", process.gate.running)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
+
+    def cut_off() -> None:
+        why = f"the {process.kind} shuts down"
+        for end in process.cut_off:
+            end(why)
+
     if process.http:
-        await process.http.drain(seconds)
+        await process.http.drain(seconds, cut_off)
     if not await process.gate.emptied(max(0.0, deadline - loop.time())):
         log.warning("%d sessions are cut off after %g s", process.gate.running, seconds)
+        cut_off()
+        await process.gate.emptied(CUT_SECONDS)
 
 
 async def _fatal(process: Process) -> str:
@@ -135,7 +148,7 @@ def _in_thread(end: Callable[[], None]) -> Callable[[], Awaitable[None]]:
     return ending
 
 
-def _join(process: Process, options: argparse.Namespace, address: str) -> list[Membership]:
+def _join(process: Process, options: argparse.Namespace, address: str) -> list[Supervisor[Membership]]:
     """List what this process serves in the registry, if there is one."""
     if process.registry is None:
         return []
@@ -143,9 +156,8 @@ def _join(process: Process, options: argparse.Namespace, address: str) -> list[M
     memberships = []
     for kind in (hosted.kind for hosted in process.hosted):
         entry = Entry(f"{kind}@{reached}", kind, reached, process.entry_data)
-        memberships.append(Membership(process.registry, entry))
-        memberships[-1].start()
-        process.metrics.watch({f"membership of the {kind}": memberships[-1]})
+        memberships.append(Supervisor(partial(Membership, process.registry, entry)))
+        process.supervise(f"membership of the {kind}", memberships[-1])
     return memberships
 
 

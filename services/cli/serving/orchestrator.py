@@ -38,7 +38,9 @@ async def _start(process: Process, options: argparse.Namespace) -> None:
     template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
     limits = Limits(options.max_sessions, options.max_queue)
     tokenizer = Tokenizer.from_str(files.tokenizer_json)
-    orchestrator = Orchestrator(verifier, info, tokenizer, template, directory, process.bus, limits)
+    orchestrator = Orchestrator(
+        verifier, info, tokenizer, template, directory, process.bus, limits, unavailable=lambda: watch.silent
+    )
     process.entry_data = {"target_fingerprint": info.weights_fingerprint}
     host_orchestrator(process, orchestrator, options)
 
@@ -57,9 +59,10 @@ def host_orchestrator(process: Process, orchestrator: Orchestrator, options: arg
     """Serve an orchestrator over gRPC, and over HTTP where ``--http`` says so."""
     servicer = OrchestratorServicer(orchestrator, process.gate)
     watch_rounds(process, orchestrator)
+    process.cut_off.append(orchestrator.cut_off)
     process.hosted.append(Hosted(NAME, lambda server: add_OrchestratorServiceServicer_to_server(servicer, server)))
     if options.http:
         keys = frozenset(key.reveal() for key in process.api_keys)
-        ready = lambda: process.readiness is not None and process.readiness.reason is None  # noqa: E731
+        ready = lambda: process.readiness is not None and process.readiness.actor.reason is None  # noqa: E731
         app = build_app(orchestrator, keys, ready=ready, routes=[process.metrics.route()])
         process.http = HttpServer(app, options.tls_cert, options.tls_key, options.tls_client_ca)

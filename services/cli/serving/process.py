@@ -21,6 +21,7 @@ from services.runtime.redis_bus import RedisBus
 from services.runtime.redis_client import connect_redis
 from services.runtime.redis_registry import RedisRegistry
 from services.runtime.security import BULK_OPTIONS, ChannelSecurity, Keys, ServerSecurity, read_keys
+from services.runtime.supervisor import Supervisor
 from services.speculation.errors import AerieError, Reason
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Process:
         metrics: Of this process.
         checks: Why it is not ready, by what is looked at; ``readiness`` asks them once it serves.
         fatal: Why it can serve no longer: a supervisor must start it again.
+        cut_off: Told why, these end what still runs after the drain, so that clients hear of it.
         api_keys: Of clients.
         security: What its gRPC port demands.
     """
@@ -69,8 +71,9 @@ class Process:
         self.entry_data: dict[str, Any] = {}
         self.metrics = ProcessMetrics(self.bus)
         self.checks: dict[str, Check] = {}
-        self.readiness: Readiness | None = None
+        self.readiness: Supervisor[Readiness] | None = None
         self.fatal: list[Check] = []
+        self.cut_off: list[Callable[[str], None]] = []
         self.api_keys = read_keys("AERIE_API_KEY", getattr(options, "api_key_file", None))
         worker_keys = read_keys("AERIE_WORKER_KEY", options.worker_key_file)
         # Whoever serves clients takes their keys; workers among themselves have their own.
@@ -106,6 +109,12 @@ class Process:
     def on_end(self, end: Callable[[], Awaitable[None]]) -> None:
         """Await ``end`` when the process ends; what was registered last ends first."""
         self._ends.push_async_callback(end)
+
+    def supervise(self, name: str, supervisor: Supervisor[Any]) -> None:
+        """Start an actor that is made anew when it fails; should that not help, this process can serve no longer."""
+        supervisor.start()
+        self.fatal.append(lambda: supervisor.failure)
+        self.metrics.watch({name: supervisor})
 
     def dial(self, address: str, options: tuple[tuple[str, int], ...] = ()) -> grpc.aio.Channel:
         """A channel to another service, one for each set of options."""

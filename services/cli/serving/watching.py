@@ -1,15 +1,18 @@
 """What a process looks at to say how it is: health checks and metrics of its services."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.cli.serving.process import Process
 from services.orchestrator.metrics import RoundMetrics
 from services.orchestrator.service import Orchestrator
-from services.runtime.actor import Actor
+from services.runtime.actor import Actor, log_incident
 from services.runtime.device import device_thread
 from services.speculation.errors import AerieError
+
+log = logging.getLogger(__name__)
 
 DEPENDENCY_SECONDS = 0.5
 """How often a service that is needed is asked whether it is ready."""
@@ -61,6 +64,8 @@ def watch_dependency(process: Process, name: str, ask: Callable[[], Awaitable[No
                 state[0] = "it does not answer"
             except (ConnectionError, AerieError) as error:
                 state[0] = str(error)
+            except Exception as error:  # a fault of ours: who watches must not end
+                state[0] = log_incident(log, f"watching the {name} failed", error)
             await asyncio.sleep(DEPENDENCY_SECONDS)
 
     watching = asyncio.create_task(watch(), name=f"watch of the {name}")

@@ -3,6 +3,7 @@
 from services.cli.serving.process import Process
 from services.cli.serving.watching import watch_actor, watch_device
 from services.drafter.host import DrafterHost
+from services.speculation.errors import Reason
 from services.verifier.host import VerifierHost
 from services.verifier.servicer import VerifierServicer
 
@@ -10,6 +11,7 @@ from services.verifier.servicer import VerifierServicer
 def watch_verifier(process: Process, host: VerifierHost, servicer: VerifierServicer) -> None:
     watch_device(process)
     watch_actor(process, "verifier", host)
+    process.cut_off.append(lambda why: host.fail_sessions(why, Reason.SERVICE_UNAVAILABLE))
     gauge = process.metrics.gauge
     gauge("aerie_sessions", "Sessions that the verifier holds.", lambda: len(host.sessions))
     gauge("aerie_kv_bytes", "Bytes that sessions' caches may come to use.", lambda: host.budget.leased)

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60
 """Connections without a request stay open that long: longer than clients keep them, who would meet a closed one."""
+TELL_SECONDS = 1.0
+"""Requests that are cut off have that long to say so."""
 CUT_SECONDS = 2.0
 """Requests whose connection was cut free their sessions within that time."""
 _TICK = 0.02
@@ -83,8 +86,13 @@ class HttpServer:
         self._server = server
         self._clock = asyncio.create_task(server.main_loop(), name="http clock")  # keeps the Date header right
 
-    async def drain(self, deadline: float) -> None:
-        """Take no more requests, let those that run finish within ``deadline`` seconds, cut the others."""
+    async def drain(self, deadline: float, cut_off: Callable[[], None] = lambda: None) -> None:
+        """Take no more requests, let those that run finish within ``deadline`` seconds, cut the others.
+
+        Args:
+            deadline: Seconds.
+            cut_off: Ends what they wait for with an error, which their clients still read.
+        """
         server, clock = self._server, self._clock
         if server is None or clock is None:
             return
@@ -94,6 +102,8 @@ class HttpServer:
         for connection in list(server.server_state.connections):
             connection.shutdown()  # at once where it idles, else after its answer
         if not await _quiet(server, deadline):
+            cut_off()
+            await _quiet(server, TELL_SECONDS)
             for connection in list(server.server_state.connections):
                 connection.transport.abort()  # as if the clients hung up
             if not await _quiet(server, CUT_SECONDS):

@@ -201,12 +201,12 @@ def test_the_servers_own_words_are_logged_as_ours(gateway, caplog, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def drained(tiny, server, deadline):
+def drained(tiny, server, deadline, cut_off=lambda: None):
     """Start to drain; returns what to wait with."""
     done = threading.Event()
 
     async def drain():
-        await server.drain(deadline)
+        await server.drain(deadline, cut_off)
         done.set()
 
     threading.Thread(target=lambda: tiny.call(drain()), daemon=True).start()
@@ -251,6 +251,24 @@ def test_draining_cuts_what_does_not_finish(serve, tiny, caplog):
         with connection, pytest.raises((ConnectionError, AssertionError)):
             Reader(connection).until("data")
     assert not caplog.records
+
+
+def test_what_draining_cuts_off_is_told(serve, tiny, monkeypatch):
+    """An error event ends a stream that has begun; a request without an answer gets 503."""
+    monkeypatch.setattr(tiny.orchestrator, "_cut_off", None)  # others use it afterwards
+    gateway = serve(keep_alive=0.1)
+    with tiny.busy_device():
+        streaming, whole = (gateway.open(COMPLETION, body(tiny, stream=stream)) for stream in (True, False))
+        events = Reader(streaming)
+        events.until(": keep-alive")
+        wait_until(lambda: len(tiny.engine.verifier.sessions) == 2, "the sessions are open")
+        assert drained(tiny, gateway.server, 0.05, lambda: tiny.orchestrator.cut_off("no more")).wait(WAIT_SECONDS)
+    with streaming, whole:
+        answers = events.rest(), Reader(whole).rest()
+    assert '"message":"no more","type":"server_error"' in answers[0]
+    assert "[DONE]" not in answers[0]
+    assert answers[1].startswith("HTTP/1.1 503 ")
+    assert '"message":"no more"' in answers[1]
 
 
 def test_the_apps_of_two_gateways_share_an_orchestrator(tiny):
